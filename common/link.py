@@ -1,0 +1,135 @@
+"""One connection to one service, kept alive: Hello until answered, then Hello as the heartbeat.
+
+A link knows who is at the other end (`peer`), how busy it is (`load`), and whether it is up. It goes down when the
+connection breaks, when nothing was heard for `liveness_s`, or when another process answers at the same address;
+then `on_down` tells the owner which instance was lost, so that its work there can go elsewhere. Runs on the event
+loop; knows nothing of requests.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from common.errors import PeerUnreachable
+from common.messages import AnyMessage, Hello, LoadReport, Refused
+from common.transport import Dealer, Payload
+
+logger = structlog.get_logger(__name__)
+
+HEARTBEAT_S = 0.5
+LIVENESS_S = 5.0
+
+
+class Link:
+    """A `Dealer` with a life. The owner awaits `run` in a task and calls `close` afterwards."""
+
+    def __init__(
+        self,
+        dealer: Dealer,
+        hello: Callable[[], Hello],
+        *,
+        on_message: Callable[["Link", AnyMessage, Sequence[memoryview]], None],
+        on_up: Callable[["Link"], None] = lambda link: None,
+        on_down: Callable[["Link", str], None] = lambda link, instance_id: None,
+        heartbeat_s: float = HEARTBEAT_S,
+        liveness_s: float = LIVENESS_S,
+    ) -> None:
+        self.endpoint = dealer.endpoint
+        self.peer: Hello | None = None
+        self.load: LoadReport | None = None
+        self.refusal: str | None = None
+        self._dealer = dealer
+        self._hello = hello
+        self._on_message = on_message
+        self._on_up = on_up
+        self._on_down = on_down
+        self._heartbeat_s = heartbeat_s
+        self._liveness_s = liveness_s
+        self._last_heard = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the peer has answered and is still heard."""
+        return self.peer is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new work may be sent: up, ready and not draining."""
+        return self.peer is not None and self.peer.is_ready and not self.peer.is_draining
+
+    def send(self, message: AnyMessage, *payload: Payload) -> None:
+        """Send now or raise PeerUnreachable."""
+        if self.peer is None:
+            raise PeerUnreachable(f"the service at {self.endpoint} has not answered")
+        self._dealer.send(message, *payload)
+
+    def try_send(self, message: AnyMessage) -> bool:
+        """Send now; a peer that is gone is only reported. For messages that a dead peer does not need."""
+        try:
+            self.send(message)
+        except PeerUnreachable:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Serve the connection until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._heartbeat())
+            tasks.create_task(self._watch_connection())
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._dealer.close()
+
+    async def _receive(self) -> None:
+        while True:
+            received = await self._dealer.receive()
+            self._last_heard = time.monotonic()
+            message = received.message
+            if isinstance(message, Hello):
+                self._accept_hello(message)
+            elif isinstance(message, LoadReport):
+                self.load = message
+            elif isinstance(message, Refused):
+                self.refusal = message.error.message
+                logger.warning("a peer refused our message", endpoint=self.endpoint, reason=self.refusal)
+            else:
+                self._on_message(self, message, received.payload)
+
+    def _accept_hello(self, hello: Hello) -> None:
+        previous = self.peer
+        if previous is not None and previous.instance_id != hello.instance_id:
+            self._go_down("another process answers at its address")
+            previous = None
+        self.peer = hello
+        self.refusal = None
+        if previous is None:
+            logger.info("peer is up", role=hello.role, peer=hello.instance_id, endpoint=self.endpoint)
+        if previous is None or previous != hello:
+            self._on_up(self)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            if self.peer is not None and time.monotonic() - self._last_heard > self._liveness_s:
+                self._go_down(f"not heard for {self._liveness_s} s")
+            with contextlib.suppress(PeerUnreachable):  # not connected yet; the check above notices a lost peer
+                self._dealer.send(self._hello())
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _watch_connection(self) -> None:
+        while True:
+            await self._dealer.wait_disconnected()
+            self._go_down("the connection broke")
+
+    def _go_down(self, reason: str) -> None:
+        if self.peer is None:
+            return
+        instance_id = self.peer.instance_id
+        logger.warning("peer is down", peer=instance_id, endpoint=self.endpoint, reason=reason)
+        self.peer = None
+        self.load = None
+        self._on_down(self, instance_id)

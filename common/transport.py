@@ -1,0 +1,239 @@
+"""ZMQ sockets that carry `common.messages`: a `Router` for services, a `Dealer` for those who connect to them.
+
+Owns socket options, authentication and the refusal of malformed frames. Sending never blocks and never awaits: a
+message is handed to ZMQ's own thread or the peer is reported unreachable. Large payload frames are sent without a
+copy; their buffers stay referenced until ZMQ is done. Runs on the event loop of its process; knows nothing of
+what messages mean.
+"""
+
+import asyncio
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+import zmq
+import zmq.asyncio
+import zmq.auth
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from common.errors import ConfigError, PeerUnreachable, ProtocolError
+from common.messages import AnyMessage, Refused
+from common.metrics import Counter
+from common.wire import MAX_HEADER_BYTES, error_detail, pack, unpack
+
+logger = structlog.get_logger(__name__)
+
+MAX_FRAMES = 4
+SEND_HIGH_WATER_MARK = 10_000
+MALFORMED_FRAMES = Counter(
+    "tandem_malformed_frames_total", "Frames refused because they were not valid messages", ["socket"]
+)
+
+Payload = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """One key pair shared by all processes of a fleet: whoever holds the secret key belongs to it."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def load(cls, path: Path) -> "CurveKeys":
+        """Read a key file as written by `zmq.auth.create_certificates`; raises ConfigError."""
+        try:
+            public, secret = zmq.auth.load_certificate(path)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"the CURVE key file {path} cannot be read: {exc}") from exc
+        if secret is None:
+            raise ConfigError(f"the CURVE key file {path} holds no secret key: give the file that ends in .key_secret")
+        return cls(public, secret)
+
+
+@dataclass(frozen=True)
+class Received:
+    """One message from one peer. `payload` holds the raw frames behind the header, not copied."""
+
+    peer: bytes
+    message: AnyMessage
+    payload: Sequence[memoryview]
+
+
+class Authenticator:
+    """Admits only peers that hold the fleet's key, on every CURVE socket of one context."""
+
+    def __init__(self, context: zmq.asyncio.Context, keys: CurveKeys) -> None:
+        self._zap = AsyncioAuthenticator(context)
+        self._public = keys.public
+
+    def start(self) -> None:
+        """Begin answering authentication requests; must run before a socket binds."""
+        self._zap.start()
+        self._zap.configure_curve_callback("*", credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by ZMQ for each connection with the peer's public key in binary form."""
+        return zmq.utils.z85.encode(key) == self._public
+
+    def stop(self) -> None:
+        """Stop answering."""
+        self._zap.stop()
+
+
+def check_bind(endpoint: str, keys: CurveKeys | None, allow_insecure: bool) -> None:
+    """Refuse an endpoint that strangers could reach without a key; raises ConfigError."""
+    if keys is not None or allow_insecure or not endpoint.startswith("tcp://"):
+        return
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"binding to {endpoint} without CURVE keys would let anyone who reaches the port use this service: "
+            "set --curve-key-file, bind to 127.0.0.1, or say --allow-insecure-bind"
+        )
+
+
+def _configure(socket: zmq.asyncio.Socket, max_payload_bytes: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, max(max_payload_bytes, MAX_HEADER_BYTES))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5_000)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def _send(socket: zmq.asyncio.Socket, frames: list[Any]) -> None:
+    # Without blocking, pyzmq sends at once and returns a future that is already done.
+    sent = cast("asyncio.Future[object]", socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False))
+    try:
+        sent.result()
+    except zmq.Again as exc:
+        raise PeerUnreachable("the peer has no connection or does not read") from exc
+    except zmq.ZMQError as exc:
+        if exc.errno in (zmq.EHOSTUNREACH, zmq.ENOTSOCK, zmq.ETERM):
+            raise PeerUnreachable("the peer is not connected") from exc
+        raise
+
+
+class Router:
+    """The bound socket of a service: receives from any peer, answers to the peer that is named."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        *,
+        name: str,
+        max_payload_bytes: int = 0,
+        keys: CurveKeys | None = None,
+        allow_insecure_bind: bool = False,
+    ) -> None:
+        check_bind(endpoint, keys, allow_insecure_bind)
+        self._name = name
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        _configure(self._socket, max_payload_bytes)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            self._socket.curve_server = True
+            self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            raise ConfigError(f"cannot bind the {name} socket to {endpoint}: {exc.strerror}") from exc
+        self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    async def receive(self) -> Received:
+        """The next valid message. Malformed ones are counted, answered with `Refused`, and skipped."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            peer = frames[0].bytes
+            try:
+                if not 2 <= len(frames) <= MAX_FRAMES:
+                    raise ProtocolError(f"a message has 1 to {MAX_FRAMES - 1} frames, not {len(frames) - 1}")
+                return Received(peer, unpack(frames[1].buffer), [frame.buffer for frame in frames[2:]])
+            except ProtocolError as error:
+                MALFORMED_FRAMES.labels(self._name).inc()
+                logger.warning("refused a malformed message", socket=self._name, reason=error.message)
+                self.try_send(peer, Refused(error=error_detail(error)))
+
+    def send(self, peer: bytes, message: AnyMessage, *payload: Payload) -> None:
+        """Hand a message to ZMQ at once, or raise PeerUnreachable."""
+        _send(self._socket, [peer, pack(message), *payload])
+
+    def try_send(self, peer: bytes, message: AnyMessage) -> bool:
+        """Like `send`, but a peer that is gone is only reported: for answers that nobody may wait for any more."""
+        try:
+            self.send(peer, message)
+        except PeerUnreachable:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the socket; unsent messages are dropped."""
+        self._socket.close(linger=0)
+
+
+class Dealer:
+    """A connection to one service. While the service is away nothing is queued for it."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        *,
+        name: str,
+        max_payload_bytes: int = 0,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self._name = name
+        self.endpoint = endpoint
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        _configure(self._socket, max_payload_bytes)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
+        if keys is not None:
+            self._socket.curve_serverkey = keys.public
+            self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
+        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise ConfigError(f"{endpoint} is not an address to connect to: {exc.strerror}") from exc
+
+    async def receive(self) -> Received:
+        """The next valid message. Malformed ones are counted and skipped."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                if len(frames) >= MAX_FRAMES:
+                    raise ProtocolError(f"a message has 1 to {MAX_FRAMES - 1} frames, not {len(frames)}")
+                return Received(b"", unpack(frames[0].buffer), [frame.buffer for frame in frames[1:]])
+            except ProtocolError as error:
+                MALFORMED_FRAMES.labels(self._name).inc()
+                logger.warning("dropped a malformed message", socket=self._name, reason=error.message)
+
+    def send(self, message: AnyMessage, *payload: Payload) -> None:
+        """Hand a message to ZMQ at once, or raise PeerUnreachable."""
+        _send(self._socket, [pack(message), *payload])
+
+    async def wait_disconnected(self) -> None:
+        """Return when the connection breaks (also when it is the network stack that notices)."""
+        await self._monitor.recv_multipart()
+
+    def close(self) -> None:
+        """Close the socket; unsent messages are dropped."""
+        self._socket.disable_monitor()
+        self._socket.close(linger=0)
