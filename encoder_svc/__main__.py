@@ -1,0 +1,171 @@
+"""`tandem encoder`: reads the settings, loads the vision tower, and serves until told to stop."""
+
+import asyncio
+import dataclasses
+import uuid
+from typing import Annotated
+
+import structlog
+import zmq.asyncio
+from cyclopts import Parameter
+
+from common import __version__
+from common.checkpoint import read_model_config, vision_fingerprint
+from common.embedding_cache import EmbeddingCache
+from common.hub import resolve_checkpoint
+from common.logs import configure_logs
+from common.messages import Hello, Limits, ProbeRequest, VideoFacts
+from common.processor_config import ProcessorConfig
+from common.service import run_service
+from common.settings import command_line
+from common.tensors import dtype_name, pick_device, pick_dtype, use_threads
+from common.transport import Authenticator, Router
+from encoder_svc.config import EncoderSettings
+from encoder_svc.embedding_store import EmbeddingStore
+from encoder_svc.model.vision import VisionTower
+from encoder_svc.model.weights import load_vision_tower
+from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.runner import TowerRunner
+from encoder_svc.server import EncoderParts, EncoderServer
+from encoder_svc.shipping import Shipping
+from encoder_svc.video_decode import probe_video
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+    tower: VisionTower
+    processor: ProcessorConfig
+    hello: Hello
+
+
+class EncoderService:
+    """The encoder as a `common.service.Service`."""
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        self._settings = settings
+        self._context = zmq.asyncio.Context()
+        self._server: EncoderServer | None = None
+
+    async def start(self) -> None:
+        """Load the tower, then bind the sockets: a bound encoder is a ready one."""
+        settings = self._settings
+        loaded = await asyncio.to_thread(_load, settings)
+        keys = settings.curve_keys()
+        if keys is not None:
+            Authenticator(self._context, keys).start()
+        control, data = (
+            Router(
+                self._context,
+                endpoint,
+                name=name,
+                max_payload_bytes=settings.max_media_bytes,
+                keys=keys,
+                allow_insecure_bind=settings.allow_insecure_bind,
+            )
+            for name, endpoint in (("control", settings.control_endpoint), ("data", settings.data_endpoint))
+        )
+        self._server = EncoderServer(_assemble(settings, loaded, control, data), loaded.hello)
+        logger.info(
+            "encoder is ready",
+            model=settings.model_name,
+            instance_id=loaded.hello.instance_id,
+            fingerprint=(loaded.hello.fingerprint or "")[:12],
+            device=str(loaded.tower.device),
+            dtype=str(loaded.tower.dtype),
+            attention=loaded.tower.attention.name,
+            control=control.endpoint,
+            data=data.endpoint,
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        assert self._server is not None
+        await self._server.run()
+
+    async def drain(self) -> None:
+        """Finish what runs."""
+        if self._server is not None:
+            await self._server.drain()
+
+    def is_alive(self) -> bool:
+        """False when one forward hangs."""
+        return self._server is None or not self._server.is_stalled
+
+    def readiness(self) -> tuple[bool, dict[str, object]]:
+        """Ready when loaded and not draining."""
+        is_ready = self._server is not None and not self._server.is_draining
+        return is_ready, {"role": "encoder", "model": self._settings.model_name}
+
+
+def _load(settings: EncoderSettings) -> _Loaded:
+    checkpoint_dir = resolve_checkpoint(settings.model, "encoder", settings.revision)
+    processor = ProcessorConfig.load(checkpoint_dir)
+    use_threads(settings.threads)
+    dtype = pick_dtype(settings.dtype, read_model_config(checkpoint_dir).dtype)
+    tower = load_vision_tower(checkpoint_dir, dtype=dtype, device=pick_device(settings.device))
+    wire_dtype = settings.wire_dtype or dtype_name(dtype)
+    hello = Hello(
+        role="encoder",
+        instance_id=settings.instance_id or f"encoder-{uuid.uuid4().hex[:12]}",
+        model=settings.model_name,
+        version=__version__,
+        fingerprint=vision_fingerprint(checkpoint_dir, processor.canonical_bytes(), wire_dtype),
+        wire_dtype=wire_dtype,
+        levels=tower.num_levels,
+        width=tower.out_width,
+        limits=Limits(max_media_bytes=settings.max_media_bytes, max_patches=settings.max_queued_patches),
+    )
+    return _Loaded(tower, processor, hello)
+
+
+def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data: Router) -> EncoderParts:
+    fingerprint, wire_dtype = loaded.hello.fingerprint, loaded.hello.wire_dtype
+    assert fingerprint is not None
+    assert wire_dtype is not None
+    store = EmbeddingStore(settings.hold_bytes, settings.lease_s)
+    runner = TowerRunner(loaded.tower, fingerprint=fingerprint, wire_dtype=wire_dtype)
+    cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+    pipeline = EncodePipeline(
+        processor=loaded.processor,
+        runner=runner,
+        store=store,
+        cache=cache,
+        max_patches_per_batch=settings.max_patches_per_batch,
+        max_items_per_batch=settings.max_items_per_batch,
+        max_queued_patches=settings.max_queued_patches,
+        preprocess_threads=settings.preprocess_threads,
+    )
+
+    async def probe(request: ProbeRequest, source: memoryview) -> VideoFacts:
+        processor = loaded.processor.with_options(request.options)
+        found = await pipeline.in_pool(lambda: probe_video(bytes(source), processor))
+        return VideoFacts(grid=found.grid_thw, frame_indices=found.frame_indices, timestamps=found.timestamps)
+
+    return EncoderParts(
+        control=control,
+        data=data,
+        pipeline=pipeline,
+        store=store,
+        runner=runner,
+        shipping=Shipping(data, store, fingerprint),
+        probe_video=probe,
+    )
+
+
+def encoder(settings: Annotated[EncoderSettings, Parameter(name="*")]) -> None:
+    """Run an encoder: the vision tower and its DeepStack mergers.
+
+    It takes media bytes from gateways, encodes them in batches, holds the embeddings for decoders to fetch, and
+    writes them to Redis. It loads only the vision weights of the checkpoint. Start as many as the image load needs.
+    """
+    configure_logs("encoder", settings.log_level, settings.log_format)
+    service = EncoderService(settings)
+    asyncio.run(run_service(service, settings.http_host, settings.http_port, drain_timeout_s=settings.drain_timeout_s))
+
+
+app = command_line("encoder", encoder)
+
+if __name__ == "__main__":
+    app.meta()

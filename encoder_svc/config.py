@@ -1,0 +1,54 @@
+"""Settings of the encoder service, read once in `__main__`."""
+
+import os
+from dataclasses import dataclass
+
+from common.messages import WireDtype
+from common.settings import CommonSettings, DtypeName
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings(CommonSettings):
+    """Settings of `tandem encoder`."""
+
+    control_endpoint: str = "tcp://127.0.0.1:7101"
+    """ZMQ address to bind for control messages (hello, load, cancel, release)."""
+
+    data_endpoint: str = "tcp://127.0.0.1:7102"
+    """ZMQ address to bind for media bytes and embeddings. `ipc://...` is the fast path on one host."""
+
+    http_port: int = 7100
+    """Port of /health, /ready and /metrics."""
+
+    device: str = "auto"
+    """Device of the vision tower: cpu, cuda, cuda:1, or auto."""
+
+    dtype: DtypeName = "auto"
+    """Compute dtype of the vision tower: auto takes the checkpoint's."""
+
+    wire_dtype: WireDtype | None = None
+    """Dtype of the embeddings on the wire and in Redis; by default the compute dtype."""
+
+    threads: int = 0
+    """Threads of the forward pass on CPU; 0 takes the cores that this process may use."""
+
+    preprocess_threads: int = max(1, (os.cpu_count() or 1) // 2)
+    """Threads that decode and resize media."""
+
+    max_patches_per_batch: int = 16_384
+    """Patches in one forward; a larger item runs alone."""
+
+    max_items_per_batch: int = 64
+    """Items in one forward."""
+
+    max_queued_patches: int = 1_048_576
+    """Patches admitted and not yet encoded, above which requests are refused as overloaded."""
+
+    hold_bytes: int = 2 << 30
+    """Memory for embeddings that are held for decoders, and kept for repeats."""
+
+    lease_s: float = 120.0
+    """Seconds that an embedding is kept for a request that neither fetched nor released it."""
+
+    max_media_bytes: int = 256 << 20
+    """Bytes of one image or video file."""

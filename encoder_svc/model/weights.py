@@ -1,0 +1,26 @@
+"""Builds the vision tower and fills it from a checkpoint.
+
+Owns the map from checkpoint tensors to the tower's parameters, which is the identity. No language module is built and
+no language tensor is read. Runs once, at start.
+"""
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+from common.checkpoint import Destination, load_weights, read_model_config, role_tensors, without_storage
+from encoder_svc.model.attention import select_attention
+from encoder_svc.model.vision import VisionTower
+
+
+def load_vision_tower(checkpoint_dir: Path, *, dtype: torch.dtype, device: str) -> VisionTower:
+    """The tower of a checkpoint, ready to run, with the best attention backend for the device."""
+    # transformers has parsed the part into an object; the MoE class has the same fields.
+    config = cast(Qwen3VLVisionConfig, read_model_config(checkpoint_dir).vision_config)
+    with without_storage():
+        tower = VisionTower(config, select_attention(device, dtype))
+    destinations = {f"visual.{name}": Destination(name) for name, _ in tower.named_parameters()}
+    load_weights(tower, role_tensors(checkpoint_dir, "encoder"), destinations, dtype=dtype, device=device)
+    return tower.eval()

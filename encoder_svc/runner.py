@@ -1,0 +1,99 @@
+"""The forward pass: prepared items in, embeddings with headers out. The one thread that touches the device.
+
+Owns the tower and its compute thread; packs items into one varlen batch, splits the result and turns it into payload
+bytes in the wire dtype. Knows nothing of sockets, requests or caches.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.embedding import CHUNK_BYTES, checksum
+from common.messages import EmbeddingHeader, Grid, WireDtype
+from common.metrics import SECONDS_BUCKETS, Counter, Histogram
+from common.tensors import DTYPES, check_finite, payload_of
+from encoder_svc.embedding_store import HeldEmbedding
+from encoder_svc.model.vision import VisionTower
+
+FORWARD_SECONDS = Histogram("tandem_encoder_forward_seconds", "Time of one tower forward", buckets=SECONDS_BUCKETS)
+BATCH_ITEMS = Histogram("tandem_encoder_batch_items", "Items in one forward", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
+PATCHES = Counter("tandem_encoder_patches_total", "Patches that went through the tower")
+
+
+@dataclass(frozen=True)
+class TowerItem:
+    """One item ready for the tower: `pixel_values` is float32 `[patches, channels * temporal * patch * patch]`."""
+
+    key: str
+    grid: Grid
+    pixel_values: np.ndarray
+
+
+class TowerRunner:
+    """Runs the tower in its own thread."""
+
+    def __init__(self, tower: VisionTower, *, fingerprint: str, wire_dtype: WireDtype) -> None:
+        self._tower = tower
+        self._fingerprint = fingerprint
+        self._wire_dtype: WireDtype = wire_dtype
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
+        self.patches_per_s = 0.0
+        self.started_at: float | None = None  # when the forward that runs now began, for the liveness probe
+
+    async def run(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
+        """Embeddings of the items, in order. Raises ModelFailure for values that are not finite."""
+        self.started_at = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, items)
+        finally:
+            self._record(items, time.monotonic() - self.started_at)
+            self.started_at = None
+
+    def close(self) -> None:
+        """Let the thread end after the forward that runs."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _record(self, items: Sequence[TowerItem], seconds: float) -> None:
+        patches = sum(item.pixel_values.shape[0] for item in items)
+        FORWARD_SECONDS.observe(seconds)
+        BATCH_ITEMS.observe(len(items))
+        PATCHES.inc(patches)
+        rate = patches / max(seconds, 1e-6)
+        self.patches_per_s = rate if self.patches_per_s == 0.0 else 0.8 * self.patches_per_s + 0.2 * rate
+
+    def _forward(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
+        device, dtype = self._tower.device, self._tower.dtype
+        arrays = [item.pixel_values for item in items]
+        pixel_values = torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        with torch.inference_mode():
+            packed = self._tower(pixel_values.to(device=device, dtype=dtype), [item.grid for item in items])
+            packed = packed.to(device="cpu", dtype=DTYPES[self._wire_dtype])
+        merge = self._tower.config.spatial_merge_size**2
+        rows = [item.pixel_values.shape[0] // merge for item in items]
+        # Each item gets memory of its own, so that freeing one does not wait for the others of its batch.
+        parts = packed.split(rows) if len(items) > 1 else (packed,)
+        return [
+            self._held(item, part.clone() if len(items) > 1 else part) for item, part in zip(items, parts, strict=True)
+        ]
+
+    def _held(self, item: TowerItem, embedding: Tensor) -> HeldEmbedding:
+        check_finite(embedding, f"the embedding of a {item.grid} grid")
+        payload = payload_of(embedding)
+        header = EmbeddingHeader(
+            key=item.key,
+            grid=item.grid,
+            dtype=self._wire_dtype,
+            rows=embedding.shape[0],
+            width=embedding.shape[1],
+            levels=self._tower.num_levels,
+            fingerprint=self._fingerprint,
+            checksum=checksum(payload),
+            chunk_bytes=CHUNK_BYTES,
+        )
+        return HeldEmbedding(header, payload)
