@@ -1,0 +1,212 @@
+"""`tandem decoder`: reads the settings, loads the language model, and serves until told to stop."""
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, cast
+
+import msgspec
+import structlog
+import torch
+import zmq.asyncio
+from cyclopts import Parameter
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+from common import __version__
+from common.checkpoint import read_model_config
+from common.embedding_cache import EmbeddingCache
+from common.errors import ConfigError
+from common.hub import resolve_checkpoint
+from common.logs import configure_logs
+from common.messages import Hello, Limits
+from common.service import run_service
+from common.settings import command_line
+from common.tensors import pick_device, pick_dtype, use_threads
+from common.transport import Authenticator, Router
+from decoder_svc.config import DecoderSettings
+from decoder_svc.embedding_fetch import EncoderFetcher
+from decoder_svc.embedding_inbox import EmbeddingInbox
+from decoder_svc.engine import Engine, EngineLimits
+from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.text import TextModel
+from decoder_svc.model.weights import load_text_model
+from decoder_svc.server import DecoderServer
+
+logger = structlog.get_logger(__name__)
+
+CPU_KV_CACHE_BYTES = 1 << 30
+CUDA_KV_CACHE_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    engine: Engine
+    hello: Hello
+    itemsize: int
+
+
+class DecoderService:
+    """The decoder as a `common.service.Service`."""
+
+    def __init__(self, settings: DecoderSettings) -> None:
+        self._settings = settings
+        self._context = zmq.asyncio.Context()
+        self._server: DecoderServer | None = None
+
+    async def start(self) -> None:
+        """Load the model, then bind the socket: a bound decoder is a ready one."""
+        settings = self._settings
+        loaded = await asyncio.to_thread(_load, settings)
+        keys = settings.curve_keys()
+        if keys is not None:
+            Authenticator(self._context, keys).start()
+        control = Router(
+            self._context,
+            settings.control_endpoint,
+            name="control",
+            keys=keys,
+            allow_insecure_bind=settings.allow_insecure_bind,
+        )
+        fetcher = EncoderFetcher(self._context, settings.encoders, lambda: loaded.hello, keys)
+        cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+        server = DecoderServer(control, fetcher, loaded.engine, loaded.hello)
+        server.inbox = EmbeddingInbox(
+            fetcher,
+            cache,
+            server,
+            width=loaded.hello.width,
+            levels=loaded.hello.levels,
+            itemsize=loaded.itemsize,
+            max_bytes=settings.fetch_bytes,
+        )
+        self._server = server
+        logger.info(
+            "decoder is ready",
+            model=settings.model_name,
+            instance_id=loaded.hello.instance_id,
+            max_model_len=loaded.hello.limits.max_model_len,
+            kv_cache_tokens=loaded.hello.limits.kv_cache_tokens,
+            control=control.endpoint,
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        assert self._server is not None
+        await self._server.run()
+
+    async def drain(self) -> None:
+        """Finish what runs."""
+        if self._server is not None:
+            await self._server.drain()
+
+    def is_alive(self) -> bool:
+        """False when one step hangs."""
+        return self._server is None or not self._server.is_stalled
+
+    def readiness(self) -> tuple[bool, dict[str, object]]:
+        """Ready when loaded and not draining."""
+        is_ready = self._server is not None and not self._server.is_draining
+        return is_ready, {"role": "decoder", "model": self._settings.model_name}
+
+
+def _load(settings: DecoderSettings) -> _Loaded:
+    checkpoint_dir = resolve_checkpoint(settings.model, "decoder", settings.revision)
+    config = read_model_config(checkpoint_dir)
+    vision_config = cast(Qwen3VLVisionConfig, config.vision_config)
+    use_threads(settings.threads)
+    dtype = pick_dtype(settings.dtype, config.dtype)
+    model = load_text_model(checkpoint_dir, dtype=dtype, device=pick_device(settings.device))
+    kv_cache = _kv_cache(settings, model)
+    kv_tokens = kv_cache.num_blocks * kv_cache.block_size
+    context = int(model.config.max_position_embeddings)
+    max_model_len = min(settings.max_model_len or context, kv_tokens)
+    eos_token_ids = _eos_token_ids(checkpoint_dir, config)
+    engine = Engine(
+        model,
+        kv_cache,
+        EngineLimits(
+            max_model_len=max_model_len,
+            max_tokens_per_step=settings.max_tokens_per_step,
+            max_sequences=settings.max_sequences,
+            max_waiting=settings.max_waiting,
+            embedding_cache_bytes=settings.embedding_cache_bytes,
+        ),
+        eos_token_ids=eos_token_ids,
+        spatial_merge_size=vision_config.spatial_merge_size,
+    )
+    levels = len(vision_config.deepstack_visual_indexes)
+    hello = Hello(
+        role="decoder",
+        instance_id=settings.instance_id or f"decoder-{uuid.uuid4().hex[:12]}",
+        model=settings.model_name,
+        version=__version__,
+        levels=levels,
+        width=model.config.hidden_size * (1 + levels),
+        vocab_size=model.config.vocab_size,
+        limits=Limits(max_model_len=max_model_len, max_sequences=settings.max_sequences, kv_cache_tokens=kv_tokens),
+    )
+    return _Loaded(engine, hello, dtype.itemsize)
+
+
+def _kv_cache(settings: DecoderSettings, model: TextModel) -> KVCache:
+    config = model.config
+    num_bytes = settings.kv_cache_bytes
+    if num_bytes == 0 and model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        num_bytes = int(free * CUDA_KV_CACHE_SHARE)
+    num_bytes = num_bytes or CPU_KV_CACHE_BYTES
+    kv_heads = config.num_key_value_heads or config.num_attention_heads
+    block_bytes = 2 * config.num_hidden_layers * kv_heads * config.head_dim * settings.block_size * model.dtype.itemsize
+    num_blocks = num_bytes // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"--kv-cache-bytes {num_bytes} holds {num_blocks} blocks of {block_bytes} bytes: give at least "
+            f"{2 * block_bytes}"
+        )
+    return KVCache(
+        config.num_hidden_layers,
+        num_blocks,
+        settings.block_size,
+        kv_heads,
+        config.head_dim,
+        model.dtype,
+        model.device,
+    )
+
+
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def _eos_token_ids(checkpoint_dir: Path, config: object) -> list[int]:
+    """The tokens that end an answer: of generation_config.json, or else of config.json."""
+    path = checkpoint_dir / "generation_config.json"
+    found: int | list[int] | None = None
+    if path.is_file():
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=_GenerationConfig).eos_token_id
+        except msgspec.MsgspecError as exc:
+            raise ConfigError(f"generation_config.json of the checkpoint is not usable: {exc}") from exc
+    if found is None:
+        found = getattr(getattr(config, "text_config", config), "eos_token_id", None)
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else found
+
+
+def decoder(settings: Annotated[DecoderSettings, Parameter(name="*")]) -> None:
+    """Run a decoder: the language model, fed with text and with embeddings that encoders made.
+
+    It takes token ids from gateways, pulls the embeddings that it needs from Redis or from encoders, and generates. It
+    loads only the language weights of the checkpoint. Start as many as the text load needs.
+    """
+    configure_logs("decoder", settings.log_level, settings.log_format)
+    service = DecoderService(settings)
+    asyncio.run(run_service(service, settings.http_host, settings.http_port, drain_timeout_s=settings.drain_timeout_s))
+
+
+app = command_line("decoder", decoder)
+
+if __name__ == "__main__":
+    app.meta()

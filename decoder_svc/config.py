@@ -1,0 +1,52 @@
+"""Settings of the decoder service, read once in `__main__`."""
+
+from dataclasses import dataclass
+
+from common.settings import CommonSettings, DtypeName
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSettings(CommonSettings):
+    """Settings of `tandem decoder`."""
+
+    control_endpoint: str = "tcp://127.0.0.1:7201"
+    """ZMQ address to bind for gateways."""
+
+    http_port: int = 7200
+    """Port of /health, /ready and /metrics."""
+
+    encoders: tuple[str, ...] = ()
+    """Data addresses of the encoders to fetch embeddings from, such as tcp://host:7102. May be given several times."""
+
+    device: str = "auto"
+    """Device of the language model: cpu, cuda, cuda:1, or auto."""
+
+    dtype: DtypeName = "auto"
+    """Compute dtype of the language model: auto takes the checkpoint's."""
+
+    threads: int = 0
+    """Threads of the model on CPU; 0 takes the cores that this process may use."""
+
+    max_model_len: int = 0
+    """Tokens of one prompt and its answer together; 0 takes the checkpoint's context, or what the KV cache holds."""
+
+    kv_cache_bytes: int = 0
+    """Memory of the KV cache; 0 takes 1 GiB on CPU, and 85 % of the memory that is free after loading on CUDA."""
+
+    block_size: int = 16
+    """Tokens in one block of the KV cache."""
+
+    max_tokens_per_step: int = 2048
+    """Tokens of one engine step: running streams first, then pieces of prompts."""
+
+    max_sequences: int = 64
+    """Sequences that run together."""
+
+    max_waiting: int = 1024
+    """Requests that may wait, above which new ones are refused as overloaded."""
+
+    fetch_bytes: int = 512 << 20
+    """Bytes of embeddings that are being fetched or wait for their prefill."""
+
+    embedding_cache_bytes: int = 64 << 20
+    """Memory for embeddings that no request needs any more, kept for the next one."""

@@ -1,0 +1,177 @@
+"""Fetches embeddings from encoders: one connection to each, chunks with credit into one buffer.
+
+Owns the links to the encoders' data sockets and the fetches that run over them. A fetch gives the checked bytes or
+raises; it ends when the encoder goes away, when no chunk comes for a while, or when it is cancelled, and then tells
+the encoder so. Runs on the event loop; knows nothing of requests or sequences.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+import zmq.asyncio
+
+from common.embedding import ExpectedEmbedding, check_payload
+from common.errors import EncoderUnavailable, PeerUnreachable, ProtocolError, TandemError
+from common.link import Link
+from common.messages import (
+    MAX_CHUNK_BYTES,
+    AnyMessage,
+    EmbeddingHeader,
+    Fetch,
+    FetchChunk,
+    FetchCredit,
+    FetchReply,
+    Hello,
+)
+from common.metrics import Counter
+from common.transport import CurveKeys, Dealer
+from common.wire import error_from_detail
+
+logger = structlog.get_logger(__name__)
+
+FETCHED_BYTES = Counter("tandem_decoder_fetched_bytes_total", "Payload bytes fetched from encoders")
+
+CREDIT_CHUNKS = 8
+STALL_S = 5.0
+
+
+@dataclass
+class _Fetch:
+    expected: ExpectedEmbedding
+    link: Link
+    fetch_id: str
+    done: "asyncio.Future[None]"
+    header: EmbeddingHeader | None = None
+    payload: bytearray = field(default_factory=bytearray)
+    num_received: int = 0
+
+
+class EncoderFetcher:
+    """Connections to the encoders that this decoder was told of. The owner awaits `run`."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoints: Sequence[str],
+        hello: Callable[[], Hello],
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self._links = [
+            Link(
+                Dealer(context, endpoint, name="encoder-data", max_payload_bytes=MAX_CHUNK_BYTES, keys=keys),
+                hello,
+                on_message=self._on_message,
+                on_down=self._on_down,
+            )
+            for endpoint in endpoints
+        ]
+        self._fetches: dict[str, _Fetch] = {}
+        self._ids = itertools.count()
+
+    @property
+    def encoder_ids(self) -> list[str]:
+        """Instance ids of the encoders that are up."""
+        return [link.peer.instance_id for link in self._links if link.peer is not None]
+
+    async def run(self) -> None:
+        """Keep the connections until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for link in self._links:
+                    tasks.create_task(link.run())
+        finally:
+            for link in self._links:
+                link.close()
+
+    async def fetch(
+        self, encoder_id: str, expected: ExpectedEmbedding, timeout_s: float
+    ) -> tuple[EmbeddingHeader, bytearray]:
+        """The embedding, complete and checked.
+
+        Raises EncoderUnavailable when this encoder cannot give it (another may), ProtocolError when what it gives is
+        not what was expected, TimeoutError after `timeout_s`.
+        """
+        link = next((x for x in self._links if x.peer is not None and x.peer.instance_id == encoder_id), None)
+        if link is None:
+            raise EncoderUnavailable(f"this decoder has no connection to encoder {encoder_id!r}")
+        fetch = _Fetch(expected, link, f"f{next(self._ids)}", asyncio.get_running_loop().create_future())
+        self._fetches[fetch.fetch_id] = fetch
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._receive(fetch, timeout_s)
+        finally:
+            del self._fetches[fetch.fetch_id]
+            if not fetch.done.done() or fetch.done.cancelled():
+                link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=0))
+
+    async def _receive(self, fetch: _Fetch, timeout_s: float) -> tuple[EmbeddingHeader, bytearray]:
+        expected = fetch.expected
+        try:
+            fetch.link.send(
+                Fetch(
+                    fetch_id=fetch.fetch_id,
+                    key=expected.key,
+                    fingerprint=expected.fingerprint,
+                    credit=CREDIT_CHUNKS,
+                    time_left_s=timeout_s,
+                )
+            )
+        except PeerUnreachable as exc:
+            raise EncoderUnavailable(exc.message) from exc
+        before = -1
+        while not fetch.done.done():
+            if before == (before := fetch.num_received):
+                raise EncoderUnavailable(f"the encoder sent nothing for {STALL_S} s")
+            await asyncio.wait({fetch.done}, timeout=STALL_S)
+        fetch.done.result()
+        assert fetch.header is not None
+        await asyncio.to_thread(check_payload, fetch.header, fetch.payload)
+        FETCHED_BYTES.inc(len(fetch.payload))
+        return fetch.header, fetch.payload
+
+    def _on_message(self, link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
+        if not isinstance(message, FetchReply | FetchChunk):
+            logger.warning("an encoder sent an unexpected message", message=type(message).__name__)
+            return
+        fetch = self._fetches.get(message.fetch_id)
+        if fetch is None or fetch.link is not link or fetch.done.done():
+            return  # given up meanwhile
+        try:
+            if isinstance(message, FetchReply):
+                self._begin(fetch, message)
+            else:
+                self._take_chunk(fetch, message, payload)
+        except TandemError as error:
+            fetch.done.set_exception(error)
+
+    def _begin(self, fetch: _Fetch, reply: FetchReply) -> None:
+        if reply.error is not None:
+            raise EncoderUnavailable(error_from_detail(reply.error).message)
+        if reply.header is None or fetch.header is not None:
+            raise ProtocolError("the encoder answered a fetch without a header, or twice")
+        fetch.expected.check(reply.header)
+        fetch.header = reply.header
+        fetch.payload = bytearray(reply.header.num_bytes)
+
+    def _take_chunk(self, fetch: _Fetch, chunk: FetchChunk, payload: Sequence[memoryview]) -> None:
+        header = fetch.header
+        if header is None or chunk.index != fetch.num_received or len(payload) != 1:
+            raise ProtocolError("an embedding's chunks came out of order")
+        start = chunk.index * header.chunk_bytes
+        target = memoryview(fetch.payload)[start : start + header.chunk_bytes]
+        if len(payload[0]) != len(target):
+            raise ProtocolError(f"chunk {chunk.index} has {len(payload[0])} bytes, expected {len(target)}")
+        target[:] = payload[0]
+        fetch.num_received += 1
+        if fetch.num_received == header.num_chunks:
+            fetch.done.set_result(None)
+        elif fetch.num_received + CREDIT_CHUNKS <= header.num_chunks:
+            fetch.link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=1))
+
+    def _on_down(self, link: Link, instance_id: str) -> None:
+        for fetch in self._fetches.values():
+            if fetch.link is link and not fetch.done.done():
+                fetch.done.set_exception(EncoderUnavailable("the encoder went away"))

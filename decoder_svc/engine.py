@@ -1,0 +1,348 @@
+"""The engine: requests and embeddings in, tokens out, one step at a time.
+
+Owns the sequences, the KV cache, the embeddings that sequences still need, and the order schedule → build → run →
+sample → report. Knows nothing of sockets, Redis or HTTP. Everything here runs in the engine thread; `engine_thread`
+carries commands in and events out.
+"""
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from torch import Tensor
+
+from common.errors import DeadlineExceeded, InvalidRequest, ModelFailure, TandemError
+from common.messages import (
+    ErrorDetail,
+    FinishReason,
+    GenerateRequest,
+    SequenceTimes,
+    SequenceTokens,
+    TokenLogprobs,
+    Usage,
+)
+from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
+from common.wire import error_detail
+from decoder_svc.block_manager import BlockManager
+from decoder_svc.embedding_pool import EmbeddingPool
+from decoder_svc.input_builder import build_model_input
+from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.text import TextModel
+from decoder_svc.sampler import SampledToken, Sampler
+from decoder_svc.scheduler import Chunk, Scheduler
+from decoder_svc.sequence import Prompt, Sequence
+
+logger = structlog.get_logger(__name__)
+
+STEP_SECONDS = Histogram("tandem_decoder_step_seconds", "Time of one engine step", buckets=SECONDS_BUCKETS)
+STEP_TOKENS = Histogram(
+    "tandem_decoder_step_tokens",
+    "Tokens in one engine step",
+    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+)
+TOKENS = Counter("tandem_decoder_tokens_total", "Tokens that went through the language model", ["kind"])
+PREEMPTIONS = Counter("tandem_decoder_preemptions_total", "Sequences put back to be recomputed")
+RUNNING = Gauge("tandem_decoder_running", "Sequences that hold KV blocks and run")
+WAITING = Gauge("tandem_decoder_waiting", "Sequences that wait to be started")
+KV_BLOCKS = Gauge("tandem_decoder_kv_blocks", "KV blocks by state", ["state"])
+
+
+@dataclass(frozen=True)
+class MediaWanted:
+    """Embeddings that a request needs and that are not here. Sent once for a request, and again when more are."""
+
+    request_id: str
+    attempt: int
+    keys: list[str]
+
+
+@dataclass(frozen=True)
+class MediaFreed:
+    """An embedding that no sequence needs any more: its bytes no longer count."""
+
+    key: str
+
+
+Event = SequenceTokens | MediaWanted | MediaFreed
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of the engine."""
+
+    max_model_len: int
+    max_tokens_per_step: int
+    max_sequences: int
+    max_waiting: int
+    embedding_cache_bytes: int
+
+
+class Engine:
+    """All sequences of one decoder."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        kv_cache: KVCache,
+        limits: EngineLimits,
+        *,
+        eos_token_ids: Seq[int],
+        spatial_merge_size: int,
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._sampler = Sampler(eos_token_ids)
+        self._limits = limits
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._merge_size = spatial_merge_size
+        self.blocks = BlockManager(kv_cache.num_blocks, kv_cache.block_size)
+        self.pool = EmbeddingPool(limits.embedding_cache_bytes)
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_tokens_per_step=limits.max_tokens_per_step,
+            max_sequences=limits.max_sequences,
+            max_waiting=limits.max_waiting,
+            max_model_len=limits.max_model_len,
+            has_media=self.pool.__contains__,
+        )
+        self._wanted: dict[Sequence, set[str]] = {}
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether anything is waiting or running."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def add(self, request: GenerateRequest, now: float) -> list[Event]:
+        """Queue all choices of a request; tells which embeddings they need, or why they cannot be served."""
+        replaced = self.cancel(request.request_id)  # an older attempt, whose gateway lost sight of us for a while
+        try:
+            self._check(request)
+            sequences = self._sequences_of(request, now)
+            for sequence in sequences:
+                self.scheduler.admit(sequence)
+        except TandemError as error:
+            replaced += self.cancel(request.request_id)
+            return [*replaced, _failure(request.request_id, request.attempt, 0, error_detail(error))]
+        return replaced + self._want_media(sequences, always=True)
+
+    def add_embedding(self, key: str, embedding: Tensor, now: float) -> list[Event]:
+        """An embedding `[tokens, H*(1+L)]` has arrived, checked. One that nobody needs any more is freed at once."""
+        self.pool.add(key, embedding)
+        for sequence, keys in self._wanted.items():
+            if key in keys:
+                keys.discard(key)
+                sequence.media_wait_s = now - sequence.arrived_at
+        return self._freed()
+
+    def fail(self, request_id: str, error: TandemError) -> list[Event]:
+        """End a request with an error."""
+        sequences = self._of_request(request_id)
+        for sequence in sequences:
+            self._forget(sequence)
+        events: list[Event] = [_failure(s.request_id, s.attempt, s.choice, error_detail(error)) for s in sequences]
+        return events + self._freed()
+
+    def cancel(self, request_id: str) -> list[Event]:
+        """Forget a request; nobody waits for an answer."""
+        for sequence in self._of_request(request_id):
+            self._forget(sequence)
+        return self._freed()
+
+    def step(self) -> tuple[list[Event], bool]:
+        """Run one step; tells what happened and whether any token ran. An error ends its sequences, not the engine."""
+        began = time.monotonic()
+        events = self._expire(began)
+        preemptions = self.scheduler.num_preemptions
+        chunks = self.scheduler.schedule()
+        PREEMPTIONS.inc(self.scheduler.num_preemptions - preemptions)
+        if chunks:
+            try:
+                sampled = self._run(chunks)
+            except Exception as exc:  # the engine lives: every request of the step is answered
+                logger.error("a step failed", exc_info=exc, sequences=len(chunks))
+                error = ModelFailure("the language model failed on this request: report it with the request id")
+                for request_id in {chunk.sequence.request_id for chunk in chunks}:
+                    events += self.fail(request_id, error)
+                return events, True
+            events += self._report(chunks, sampled)
+            self._measure(chunks, time.monotonic() - began)
+        events += self._want_media(self.scheduler.sequences, always=False)
+        return events + self._freed(), bool(chunks)
+
+    def _run(self, chunks: Seq[Chunk]) -> list[SampledToken]:
+        model_input = build_model_input(chunks, self.pool.tensors, self._kv_cache.block_size, self._model.device)
+        logits = self._model(model_input, self._kv_cache)
+        for chunk in chunks:
+            self.scheduler.computed(chunk)
+            if chunk.sequence.spans_from(chunk.start):
+                self.pool.used(chunk.sequence, [span.key for span in chunk.sequence.spans_from(chunk.end)])
+        sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
+        return self._sampler.sample(logits, sequences) if sequences else []
+
+    def _report(self, chunks: Seq[Chunk], sampled: Seq[SampledToken]) -> list[Event]:
+        now = time.monotonic()
+        events: list[Event] = []
+        for chunk in chunks:
+            if chunk.sequence.started_at is None:
+                chunk.sequence.started_at = now
+        sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
+        for sequence, token in zip(sequences, sampled, strict=True):
+            if not token.is_finite:
+                error = ModelFailure("the language model gave values that are not finite for this request")
+                events += self.fail(sequence.request_id, error)
+            elif sequence in self.scheduler.running:  # another choice of its request may just have failed
+                events.append(self._accept(sequence, token, now))
+        return events
+
+    def _accept(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceTokens:
+        """Append a token, or end the sequence with it."""
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+        sampling = sequence.sampling
+        is_stop = token.token_id in sampling.stop_token_ids or (
+            token.token_id in self._eos_token_ids and not sampling.ignore_eos
+        )
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        reason: FinishReason | None = "stop" if is_stop else None
+        offset = len(sequence.output_token_ids)
+        if not is_stop:
+            sequence.output_token_ids.append(token.token_id)
+            tokens.append(token.token_id)
+            if token.logprobs is not None:
+                logprobs.append(token.logprobs)
+            if self._is_full(sequence):
+                reason = "length"
+        report = SequenceTokens(
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            choice=sequence.choice,
+            offset=offset,
+            tokens=tokens,
+            logprobs=logprobs or None,
+        )
+        if reason is None:
+            return report
+        self._forget(sequence)
+        return msgspec.structs.replace(
+            report,
+            finish_reason=reason,
+            stop_token_id=token.token_id if is_stop else None,
+            usage=_usage(sequence, is_stop),
+            times=_times(sequence, now),
+        )
+
+    def _is_full(self, sequence: Sequence) -> bool:
+        return (
+            len(sequence.output_token_ids) >= sequence.sampling.max_tokens
+            or sequence.num_tokens >= self._limits.max_model_len
+        )
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuse what would break the forward pass: everything that a span or a token id indexes."""
+        vocab_size = self._model.config.vocab_size
+        sampling = request.sampling
+        used = [request.prompt_token_ids, *request.outputs, sampling.stop_token_ids, list(sampling.logit_bias)]
+        if any(token >= vocab_size for ids in used for token in ids):
+            raise InvalidRequest(f"a token id is outside the vocabulary of {vocab_size}")
+        if len(request.outputs) > sampling.n:
+            raise InvalidRequest(f"{len(request.outputs)} outputs so far were given for n = {sampling.n} choices")
+        end = 0
+        for span in sorted((s for item in request.media for s in item.spans), key=lambda s: s.offset):
+            t, h, w = span.grid
+            if t * (h // self._merge_size) * (w // self._merge_size) != span.num_tokens:
+                raise InvalidRequest(f"a media span of {span.num_tokens} tokens does not fit its grid {span.grid}")
+            if span.offset < end or span.offset + span.num_tokens > len(request.prompt_token_ids):
+                raise InvalidRequest(f"a media span at {span.offset} overlaps another or leaves the prompt")
+            end = span.offset + span.num_tokens
+
+    def _sequences_of(self, request: GenerateRequest, now: float) -> list[Sequence]:
+        prompt = Prompt.of(request, self._merge_size)
+        outputs = request.outputs or [[]] * request.sampling.n
+        return [
+            Sequence(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                choice=choice,
+                prompt=prompt,
+                sampling=request.sampling,
+                deadline=now + request.time_left_s,
+                arrived_at=now,
+                output_token_ids=list(output),
+            )
+            for choice, output in enumerate(outputs)
+        ]
+
+    def _want_media(self, sequences: Seq[Sequence], *, always: bool) -> list[Event]:
+        """Ask for embeddings that were not asked for yet; a new request is answered also when it needs none.
+
+        Runs after every step, since a preempted sequence needs again what it had used.
+        """
+        wanted: dict[tuple[str, int], list[str]] = {}
+        for sequence in sequences:
+            self.pool.need(sequence, [span.key for span in sequence.spans_from(sequence.num_computed_tokens)])
+            asked = self._wanted.setdefault(sequence, set())
+            missing = [key for key in self.scheduler.missing_media(sequence) if key not in asked]
+            asked.update(missing)
+            if missing or always:
+                wanted.setdefault((sequence.request_id, sequence.attempt), []).extend(missing)
+        return [
+            MediaWanted(request_id, attempt, list(dict.fromkeys(keys)))
+            for (request_id, attempt), keys in wanted.items()
+        ]
+
+    def _expire(self, now: float) -> list[Event]:
+        events: list[Event] = []
+        for request_id in {s.request_id for s in self.scheduler.sequences if s.deadline <= now}:
+            events += self.fail(request_id, DeadlineExceeded("the request's time ran out in the decoder"))
+        return events
+
+    def _of_request(self, request_id: str) -> list[Sequence]:
+        return [sequence for sequence in self.scheduler.sequences if sequence.request_id == request_id]
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self.pool.leave(sequence)
+        self._wanted.pop(sequence, None)
+
+    def _freed(self) -> list[Event]:
+        return [MediaFreed(key) for key in self.pool.take_freed()]
+
+    def _measure(self, chunks: Seq[Chunk], seconds: float) -> None:
+        decoded = sum(1 for chunk in chunks if chunk.num_tokens == 1)
+        STEP_SECONDS.observe(seconds)
+        STEP_TOKENS.observe(sum(chunk.num_tokens for chunk in chunks))
+        TOKENS.labels("decode").inc(decoded)
+        TOKENS.labels("prefill").inc(sum(chunk.num_tokens for chunk in chunks) - decoded)
+        RUNNING.set(len(self.scheduler.running))
+        WAITING.set(len(self.scheduler.waiting))
+        KV_BLOCKS.labels("used").set(self.blocks.num_used)
+        KV_BLOCKS.labels("free").set(self.blocks.num_free)
+
+
+def _failure(request_id: str, attempt: int, choice: int, error: ErrorDetail) -> SequenceTokens:
+    return SequenceTokens(
+        request_id=request_id, attempt=attempt, choice=choice, offset=0, tokens=[], finish_reason="error", error=error
+    )
+
+
+def _usage(sequence: Sequence, is_stop: bool) -> Usage:
+    """Counts of a finished sequence; the token that stopped it counts, as in vLLM."""
+    return Usage(
+        prompt_tokens=sequence.num_prompt_tokens,
+        completion_tokens=len(sequence.output_token_ids) + int(is_stop),
+        cached_tokens=sequence.num_cached_tokens or 0,
+    )
+
+
+def _times(sequence: Sequence, now: float) -> SequenceTimes:
+    started = sequence.started_at or now
+    first = sequence.first_token_at or now
+    return SequenceTimes(
+        queue_s=started - sequence.arrived_at,
+        media_wait_s=sequence.media_wait_s,
+        prefill_s=first - started,
+        decode_s=max(0.0, now - first),
+    )

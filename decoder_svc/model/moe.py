@@ -1,0 +1,73 @@
+"""The mixture of experts in a decoder layer: a router and the experts' gated MLPs.
+
+Owns routing and the grouping of tokens by expert. Knows nothing of how checkpoints store experts (see weights.py).
+Runs in the compute thread. Legend: `T` packed tokens, `H` hidden, `E` experts, `I` an expert's inner size, `k` top-k.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Router(nn.Module):
+    """Scores the experts: softmax over all, the best k, weights scaled to sum to one (always, as the reference)."""
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] -> weights [T, k] in the dtype of `hidden`, and experts [T, k] int64."""
+        probabilities = torch.softmax(F.linear(hidden, self.weight), dim=-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.top_k, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True)).to(hidden.dtype), experts
+
+
+class Experts(nn.Module):
+    """All experts of a layer: gate_up_proj [E, 2*I, H] (gate rows, then up rows) and down_proj [E, H, I]."""
+
+    def __init__(self, num_experts: int, hidden_size: int, inner_size: int, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
+        self.activation = act
+
+    def forward(self, hidden: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Run each expert once, over the tokens that chose it.
+
+        hidden   [T, H]
+        weights  [T, k], experts [T, k] int64
+        returns  [T, H]
+        """
+        choices = experts.flatten()
+        order = choices.argsort(stable=True)
+        tokens = order // experts.shape[1]
+        gathered, scale = hidden[tokens], weights.flatten()[order, None]
+        out = torch.zeros_like(hidden)
+        start = 0
+        for expert, count in enumerate(torch.bincount(choices, minlength=self.down_proj.shape[0]).tolist()):
+            if count:
+                rows = slice(start, start + count)
+                gate, up = F.linear(gathered[rows], self.gate_up_proj[expert]).chunk(2, dim=-1)
+                mixed = F.linear(self.activation(gate) * up, self.down_proj[expert])
+                out.index_add_(0, tokens[rows], mixed * scale[rows])
+                start += count
+        return out
+
+
+class SparseMoeBlock(nn.Module):
+    """Router and experts, in place of the dense MLP. `gate` is the router's name in checkpoints."""
+
+    def __init__(self, config: Any, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate = Router(config.hidden_size, config.num_experts, config.num_experts_per_tok)
+        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, act)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        out: Tensor = self.experts(hidden, *self.gate(hidden))
+        return out

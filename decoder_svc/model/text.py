@@ -1,0 +1,133 @@
+"""The language model: one packed step in, logits out.
+
+Owns the order of the parts, the use of the vision payload (embeddings and DeepStack) and the output projection. No
+state between calls: everything a step needs is in `ModelInput` and the KV cache. Runs in the compute thread.
+Legend: `T` packed tokens, `V` vision tokens, `H` hidden, `L` DeepStack levels, `R` rows whose logits are wanted.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+from common.errors import CheckpointError, ModelFailure
+from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.attention import PagedAttention, select_attention
+from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
+from decoder_svc.model.mrope import frequency_axes, inverse_frequencies, mrope_cos_sin
+from decoder_svc.model_input import ModelInput
+
+# The architecture's split of 64 frequencies, for configurations that do not say it.
+DEFAULT_MROPE_SECTION = (24, 20, 20)
+
+
+class TextModel(nn.Module):
+    """Qwen3-VL's language model, dense or MoE, for packed sequences.
+
+    Parameter names are the checkpoint's below `language_model.`, with q, k, v fused into `qkv_proj` and gate, up into
+    `gate_up_proj`; `lm_head` exists only when it is not tied to `embed_tokens`.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3VLTextConfig,
+        attention: PagedAttention | None = None,
+        *,
+        tie_word_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_heads(config)
+        self.config = config
+        self.attention = attention
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        theta, section = _rope(config)
+        self.register_buffer("_axes", frequency_axes(config.head_dim, section), persistent=False)
+        self.register_buffer("_frequencies", inverse_frequencies(config.head_dim, theta), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype, which is the dtype of the logits."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.embed_tokens.weight.device
+
+    @torch.inference_mode()
+    def forward(self, model_input: ModelInput, kv_cache: KVCache) -> Tensor:
+        """Run one step; the new keys and values are in `kv_cache` afterwards.
+
+        returns  [R, vocab] logits of `logits_rows`, in the model's dtype
+
+        Source: transformers 5.24, modeling_qwen3_vl.py, `Qwen3VLTextModel.forward`.
+        """
+        hidden = self.embed_tokens(model_input.input_ids)  # [T, H]
+        levels = self._place_vision(hidden, model_input)
+        step = self._step_context(model_input, kv_cache)
+        for idx, layer in enumerate(self.layers):
+            hidden = layer(hidden, step)
+            if idx < len(levels):
+                add_deepstack(hidden, model_input.vision_rows, levels[idx])
+        wanted = self.norm(hidden[model_input.logits_rows])
+        return F.linear(wanted, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+
+    def _step_context(self, model_input: ModelInput, kv_cache: KVCache) -> StepContext:
+        attention = self.attention or select_attention(self.device, self.dtype, kv_cache.block_size)
+        cos, sin = mrope_cos_sin(
+            model_input.positions, self.get_buffer("_frequencies"), self.get_buffer("_axes"), self.dtype
+        )
+        plan = attention.prepare(model_input, kv_cache.block_size)
+        return StepContext(cos, sin, model_input.slot_mapping, kv_cache, attention, plan)
+
+    def _place_vision(self, hidden: Tensor, model_input: ModelInput) -> list[Tensor]:
+        """Replace the placeholder rows of `hidden` [T, H] by the main embeddings; returns the L levels [V, H]."""
+        embeds = model_input.vision_embeds
+        if embeds is None:
+            return []
+        width = hidden.shape[1]
+        num_levels = embeds.shape[1] // width - 1
+        if embeds.shape[0] != model_input.vision_rows.shape[0] or embeds.shape[1] % width or num_levels < 0:
+            raise ModelFailure(
+                f"vision embeddings of shape {list(embeds.shape)} do not fit {model_input.vision_rows.shape[0]} rows "
+                f"of a multiple of {width}; the encoder serves another model"
+            )
+        if num_levels > len(self.layers):
+            raise ModelFailure(f"{num_levels} DeepStack levels need as many layers, the model has {len(self.layers)}")
+        main, *levels = torch.split(embeds.to(hidden), width, dim=1)
+        hidden.index_copy_(0, model_input.vision_rows, main)
+        return levels
+
+
+def add_deepstack(hidden: Tensor, vision_rows: Tensor, level: Tensor) -> None:
+    """Add one DeepStack level to the vision rows of the residual stream, in place.
+
+    hidden       [T, H]          output of decoder layer i, for i < L
+    vision_rows  [V]     int64   rows of `hidden` that are vision tokens, ascending
+    level        [V, H]          output of DeepStack merger i
+
+    Source: transformers 5.24, modeling_qwen3_vl.py, `_deepstack_process`.
+    """
+    hidden.index_add_(0, vision_rows, level)
+
+
+def _rope(config: Qwen3VLTextConfig) -> tuple[float, Sequence[int]]:
+    """Base of the rotary frequencies, and how many of them turn with time, row and column."""
+    rope: Mapping[str, Any] = config.rope_parameters or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default":
+        raise CheckpointError(f"rope_type {rope_type!r} of the language model is not supported; only 'default' is")
+    return float(rope["rope_theta"]), tuple(rope.get("mrope_section") or DEFAULT_MROPE_SECTION)
+
+
+def _check_heads(config: Qwen3VLTextConfig) -> None:
+    """Refuse heads that cannot be grouped, before any weight is read."""
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    if config.num_attention_heads % num_kv_heads:
+        raise CheckpointError(f"{num_kv_heads} KV heads do not divide {config.num_attention_heads} attention heads")

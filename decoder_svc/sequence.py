@@ -1,0 +1,136 @@
+"""One choice of one request: its tokens, its media spans, its blocks and how far it has come.
+
+Pure data with small questions about it. Knows no torch, sockets or clock; changed by the scheduler and the engine
+alone, in the engine thread.
+"""
+
+import hashlib
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.messages import GenerateRequest, MediaItem, SamplingParams
+from decoder_svc.positions import MediaSpan, mrope_positions
+
+
+@dataclass(frozen=True)
+class VisionSpan:
+    """Placeholder tokens `[offset, end)` of the prompt, which take rows from `row_offset` of an item's embedding."""
+
+    offset: int
+    num_tokens: int
+    key: str
+    row_offset: int
+
+    @property
+    def end(self) -> int:
+        """First position behind the span."""
+        return self.offset + self.num_tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What all choices of a request share. `positions` is `[3, prompt]` int64; later tokens add `delta` to theirs."""
+
+    token_ids: list[int]
+    spans: tuple[VisionSpan, ...]
+    positions: NDArray[np.int64]
+    delta: int
+    cache_salt: str | None
+
+    @classmethod
+    def of(cls, request: GenerateRequest, merge_size: int) -> "Prompt":
+        """The prompt of a request whose spans were checked."""
+        media_spans = sorted(
+            (MediaSpan(span.offset, span.grid, merge_size) for item in request.media for span in item.spans),
+            key=lambda span: span.offset,
+        )
+        positions, delta = mrope_positions(len(request.prompt_token_ids), media_spans)
+        spans = sorted((span for item in request.media for span in _spans_of(item)), key=lambda span: span.offset)
+        return cls(request.prompt_token_ids, tuple(spans), positions, delta, request.cache_salt)
+
+
+def _spans_of(item: MediaItem) -> list[VisionSpan]:
+    spans, row = [], 0
+    for span in item.spans:
+        spans.append(VisionSpan(span.offset, span.num_tokens, item.key, row))
+        row += span.num_tokens
+    return spans
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A choice that is waiting, running or finished."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    prompt: Prompt
+    sampling: SamplingParams
+    deadline: float
+    arrived_at: float
+    output_token_ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None  # of the prompt, when it was first given blocks
+    started_at: float | None = None
+    first_token_at: float | None = None
+    media_wait_s: float = 0.0
+    num_sent: int = 0  # output tokens that the gateway was told of
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt alone."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together."""
+        return len(self.prompt.token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose keys and values are not in the cache yet."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token is left to compute."""
+        return self.num_to_compute == 1 and bool(self.output_token_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids `[start, end)` of prompt and output."""
+        prompt = self.prompt.token_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        return prompt[start:] + self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)]
+
+    def spans_from(self, position: int) -> Seq[VisionSpan]:
+        """Spans that have tokens at or behind a position."""
+        return [span for span in self.prompt.spans if span.end > position]
+
+    def hash_blocks(self, block_size: int) -> None:
+        """Extend `block_hashes` to all full blocks of the tokens so far."""
+        while (len(self.block_hashes) + 1) * block_size <= self.num_tokens:
+            start = len(self.block_hashes) * block_size
+            previous = self.block_hashes[-1] if self.block_hashes else self._root_hash()
+            self.block_hashes.append(self._hash_block(previous, start, start + block_size))
+
+    def _root_hash(self) -> bytes:
+        salt = self.prompt.cache_salt
+        return b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
+
+    def _hash_block(self, previous: bytes, start: int, end: int) -> bytes:
+        """SHA-256 over the chain so far, the token ids, and for media the key and the offset inside its rows."""
+        digest = hashlib.sha256(previous)
+        digest.update(np.asarray(self.tokens(start, end), np.int64).tobytes())
+        for span in self.spans_from(start):
+            if span.offset >= end:
+                break
+            first = max(start, span.offset)
+            where = np.asarray([first - start, span.row_offset + first - span.offset], np.int64)
+            digest.update(bytes.fromhex(span.key) + where.tobytes())
+        return digest.digest()

@@ -1,0 +1,259 @@
+"""The decoder's sockets and the way between them, the inbox of embeddings and the engine.
+
+Owns which gateway asked for which request. Gateways' messages become engine commands; the engine's events become one
+message per gateway and step. A gateway that leaves takes its requests with it. Runs on the event loop; knows nothing
+of tensors' content, blocks or scheduling.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+import structlog
+from torch import Tensor
+
+from common.errors import Overloaded, PeerUnreachable, ProtocolError, TandemError
+from common.messages import (
+    AnyMessage,
+    Cancel,
+    GenerateRequest,
+    Hello,
+    LoadReport,
+    MediaAt,
+    MediaFailed,
+    MediaNeeded,
+    Refused,
+    SequenceTokens,
+    TokenBatch,
+)
+from common.metrics import Counter, Gauge
+from common.transport import Received, Router
+from common.wire import error_detail
+from decoder_svc.embedding_fetch import EncoderFetcher
+from decoder_svc.embedding_inbox import EmbeddingInbox
+from decoder_svc.engine import Engine, Event, MediaFreed, MediaWanted
+from decoder_svc.engine_thread import EngineThread
+
+logger = structlog.get_logger(__name__)
+
+REQUESTS = Counter("tandem_decoder_requests_total", "Requests by how they ended", ["outcome"])
+ACTIVE_REQUESTS = Gauge("tandem_decoder_active_requests", "Requests that have not ended")
+REPORT_EVERY_S = 0.5
+GATEWAY_LIVENESS_S = 10.0
+STALLED_AFTER_S = 300.0
+
+
+class DecoderServer:
+    """Serves gateways. The owner awaits `run`. It is the inbox's `Listener`."""
+
+    def __init__(self, control: Router, fetcher: EncoderFetcher, engine: Engine, hello: Hello) -> None:
+        self._control = control
+        self._fetcher = fetcher
+        self._engine = engine
+        self._thread = EngineThread(engine, self._from_engine)
+        self._hello = msgspec.structs.replace(hello, is_ready=True)
+        self._loop = asyncio.get_running_loop()
+        self._gateways: dict[bytes, float] = {}  # peers, and when they were last heard
+        self._requests: dict[str, tuple[bytes, int, int]] = {}  # id -> peer, attempt, choices that have not ended
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.inbox: EmbeddingInbox
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new work is refused."""
+        return self._hello.is_draining
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether one step takes longer than any should."""
+        began = self._thread.step_began
+        return began is not None and time.monotonic() - began > STALLED_AFTER_S
+
+    def hello(self) -> Hello:
+        """What this decoder says of itself."""
+        return self._hello
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        self._thread.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._serve())
+                tasks.create_task(self._keep_house())
+                tasks.create_task(self._fetcher.run())
+        finally:
+            await self.inbox.close()
+            self._thread.stop()
+
+    async def drain(self) -> None:
+        """Refuse new work and finish what runs."""
+        self._hello = msgspec.structs.replace(self._hello, is_draining=True)
+        self._report()
+        await self._idle.wait()
+
+    # What gateways say.
+
+    async def _serve(self) -> None:
+        while True:
+            received = await self._control.receive()
+            if received.peer in self._gateways:
+                self._gateways[received.peer] = time.monotonic()
+            match received.message:
+                case Hello():
+                    self._greet(received)
+                case GenerateRequest() as request:
+                    self._generate(received.peer, request)
+                case MediaAt(request_id=request_id, key=key, source=source):
+                    self.inbox.locate(request_id, key, source)
+                case MediaFailed(request_id=request_id):
+                    self._end(request_id, "media_failed")
+                case Cancel(request_id=request_id):
+                    self._end(request_id, "cancelled")
+                case _:
+                    error = ProtocolError(f"a decoder does not accept {type(received.message).__name__}")
+                    self._control.try_send(received.peer, Refused(error=error_detail(error)))
+
+    def _greet(self, received: Received) -> None:
+        assert isinstance(received.message, Hello)
+        if received.message.model == self._hello.model:
+            self._gateways[received.peer] = time.monotonic()
+            self._control.try_send(received.peer, self._hello)
+        else:
+            error = ProtocolError(f"this decoder serves {self._hello.model!r}, not {received.message.model!r}")
+            self._control.try_send(received.peer, Refused(error=error_detail(error)))
+
+    def _generate(self, peer: bytes, request: GenerateRequest) -> None:
+        try:
+            if self.is_draining:
+                raise Overloaded("this decoder is shutting down: ask another one", retry_after_s=1.0)
+            if request.model != self._hello.model:
+                raise ProtocolError(f"this decoder serves {self._hello.model!r}, not {request.model!r}")
+            if request.media and request.fingerprint is None:
+                raise ProtocolError("a request with media names the fingerprint of the encoders that made them")
+        except TandemError as error:
+            self._refuse(peer, request, error)
+            return
+        self._requests[request.request_id] = (peer, request.attempt, request.sampling.n)
+        self._idle.clear()
+        ACTIVE_REQUESTS.set(len(self._requests))
+        self.inbox.expect(request)
+        self._thread.submit(lambda engine: engine.add(request, time.monotonic()))
+
+    def _refuse(self, peer: bytes, request: GenerateRequest, error: TandemError) -> None:
+        REQUESTS.labels("refused").inc()
+        refusal = SequenceTokens(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            choice=0,
+            offset=0,
+            tokens=[],
+            finish_reason="error",
+            error=error_detail(error),
+        )
+        self._control.try_send(peer, TokenBatch(sequences=[refusal]))
+
+    def _end(self, request_id: str, outcome: str) -> None:
+        """A request is over for its gateway: nothing of it stays."""
+        if self._requests.pop(request_id, None) is None:
+            return
+        REQUESTS.labels(outcome).inc()
+        self._close_request(request_id)
+        self._thread.submit(lambda engine: engine.cancel(request_id))
+
+    def _close_request(self, request_id: str) -> None:
+        self.inbox.forget(request_id)
+        ACTIVE_REQUESTS.set(len(self._requests))
+        if not self._requests:
+            self._idle.set()
+
+    # What the inbox says.
+
+    def delivered(self, key: str, embedding: Tensor) -> None:
+        """An embedding arrived, checked."""
+        self._thread.submit(lambda engine: engine.add_embedding(key, embedding, time.monotonic()))
+
+    def source_failed(self, request_id: str, key: str, source: str) -> None:
+        """Ask the gateway for another source."""
+        if entry := self._requests.get(request_id):
+            peer, attempt, _ = entry
+            self._send(peer, MediaNeeded(request_id=request_id, attempt=attempt, keys=[key], failed_source=source))
+
+    def unusable(self, request_id: str, error: TandemError) -> None:
+        """End a request whose item can never be used."""
+        self._thread.submit(lambda engine: engine.fail(request_id, error))
+
+    # What the engine says.
+
+    def _from_engine(self, events: Sequence[Event]) -> None:
+        """Called in the engine thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._publish, events)
+        except RuntimeError:
+            logger.info("the event loop is gone; the engine's last events are dropped", count=len(events))
+
+    def _publish(self, events: Sequence[Event]) -> None:
+        batches: dict[bytes, list[SequenceTokens]] = {}
+        for event in events:
+            if isinstance(event, MediaFreed):
+                self.inbox.freed(event.key)
+                continue
+            entry = self._requests.get(event.request_id)
+            if entry is None or entry[1] != event.attempt:
+                continue  # cancelled meanwhile
+            peer = entry[0]
+            if isinstance(event, MediaWanted):
+                self._send(peer, MediaNeeded(request_id=event.request_id, attempt=event.attempt, keys=event.keys))
+            else:
+                batches.setdefault(peer, []).append(event)
+                self._note_finish(event)
+        for peer, sequences in batches.items():
+            self._send(peer, TokenBatch(sequences=sequences))
+
+    def _note_finish(self, event: SequenceTokens) -> None:
+        if event.finish_reason is None:
+            return
+        peer, attempt, open_choices = self._requests[event.request_id]
+        if event.error is None and open_choices > 1:
+            self._requests[event.request_id] = (peer, attempt, open_choices - 1)
+            return
+        del self._requests[event.request_id]
+        REQUESTS.labels(event.finish_reason).inc()
+        self._close_request(event.request_id)
+
+    def _send(self, peer: bytes, message: AnyMessage) -> None:
+        try:
+            self._control.send(peer, message)
+        except PeerUnreachable:
+            self._lose_gateway(peer, "it does not read what it is sent")
+
+    def _lose_gateway(self, peer: bytes, reason: str) -> None:
+        lost = [request_id for request_id, entry in self._requests.items() if entry[0] == peer]
+        self._gateways.pop(peer, None)
+        logger.warning("a gateway is gone", reason=reason, dropped_requests=len(lost))
+        for request_id in lost:
+            self._end(request_id, "gateway_gone")
+
+    async def _keep_house(self) -> None:
+        while True:
+            now = time.monotonic()
+            for peer in [peer for peer, heard in self._gateways.items() if now - heard > GATEWAY_LIVENESS_S]:
+                self._lose_gateway(peer, f"not heard for {GATEWAY_LIVENESS_S} s")
+            self._report()
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    def _report(self) -> None:
+        scheduler, blocks = self._engine.scheduler, self._engine.blocks  # counts only: read across threads is fine
+        report = LoadReport(
+            instance_id=self._hello.instance_id,
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            kv_used_tokens=blocks.num_used * blocks.block_size,
+            kv_total_tokens=blocks.num_blocks * blocks.block_size,
+            bytes_in_flight=self.inbox.bytes_in_use,
+            is_draining=self.is_draining,
+        )
+        for peer in list(self._gateways):
+            if not self._control.try_send(peer, report):
+                self._lose_gateway(peer, "its connection broke")

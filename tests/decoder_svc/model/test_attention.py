@@ -1,0 +1,95 @@
+"""Paged attention against plain causal attention: mixed steps, long prompts over several tiles, padded batches."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.attention import QUERY_TILE, TorchPagedAttention, select_attention
+from decoder_svc.model_input import ModelInput
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 8, 16
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last rows of causal attention: q [n, heads, D] are the end of k, v [m, kv_heads, D]."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / HEAD_DIM**0.5
+    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu_(1 + k.shape[0] - q.shape[0])
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+
+
+def run_step(lengths: list[tuple[int, int]], device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    """One step of sequences with (context, new tokens) each, in blocks dealt at random; compares with plain."""
+    torch.manual_seed(0)
+    num_blocks = sum(-(-context // BLOCK) for context, _ in lengths)
+    cache = KVCache(1, num_blocks, BLOCK, KV_HEADS, HEAD_DIM, dtype, device)
+    free = torch.randperm(num_blocks).tolist()
+    tables = torch.zeros(len(lengths), max(-(-context // BLOCK) for context, _ in lengths), dtype=torch.int32)
+    queries, expected, starts = [], [], [0]
+    for seq, (context, new) in enumerate(lengths):
+        count = -(-context // BLOCK)
+        tables[seq, :count] = torch.tensor([free.pop() for _ in range(count)])
+        k, v = torch.randn(2, context, KV_HEADS, HEAD_DIM)
+        tokens = torch.arange(context)
+        slots = tables[seq].long()[tokens // BLOCK] * BLOCK + tokens % BLOCK
+        cache.write(0, slots.to(device), k.to(device, dtype), v.to(device, dtype))
+        queries.append(torch.randn(new, HEADS, HEAD_DIM))
+        expected.append(plain_attention(queries[-1], k, v))
+        starts.append(starts[-1] + new)
+    none = torch.empty(0, dtype=torch.int64)
+    step = ModelInput(
+        input_ids=none,
+        positions=none,
+        slot_mapping=none,
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+        context_lens=torch.tensor([context for context, _ in lengths], dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        vision_rows=none,
+        vision_embeds=None,
+        logits_rows=none,
+    )
+    attention = TorchPagedAttention()
+    plan = attention.prepare(step, BLOCK)
+    got = attention.attend(torch.cat(queries).to(device, dtype), cache, 0, plan)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(got.float().cpu(), torch.cat(expected), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 1)],
+        [(BLOCK, 1), (BLOCK + 1, 1), (5 * BLOCK + 3, 1), (200, 1)],
+        [(40, 40)],
+        [(2 * QUERY_TILE + 17, 2 * QUERY_TILE + 17)],
+        [(3 * QUERY_TILE, QUERY_TILE + 1)],
+        [(33, 1), (70, 20), (5, 5), (17, 1), (130, 2)],
+    ],
+)
+def test_paged_attention_equals_plain_causal_attention(lengths: list[tuple[int, int]]) -> None:
+    run_step(lengths)
+
+
+def test_half_precision_stays_near() -> None:
+    run_step([(33, 1), (70, 20), (17, 1)], dtype=torch.bfloat16)
+
+
+def test_cpu_takes_the_torch_path_with_any_block_size() -> None:
+    assert select_attention("cpu", torch.bfloat16, 256).name == "torch"
+    assert select_attention("cuda", torch.float32, 256).name == "torch"
+    assert select_attention("cuda", torch.bfloat16, 16).name == "torch"
+
+
+def test_cuda_without_flash_attn_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flash_attn" else real(name))
+    assert select_attention("cuda", torch.bfloat16, 256).name == "torch"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_torch_path_on_cuda_equals_plain_causal_attention() -> None:
+    run_step([(33, 1), (70, 20), (5, 5), (17, 1), (300, 150)], device="cuda")
