@@ -1,0 +1,116 @@
+"""`tandem gateway`: reads the settings, loads tokenizer and template, and serves the OpenAI API until told to stop."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+import structlog
+import zmq.asyncio
+from cyclopts import Parameter
+from fastapi import FastAPI
+from tokenizers import Tokenizer
+
+from common import __version__
+from common.embedding_cache import EmbeddingCache
+from common.errors import ConfigError
+from common.hub import resolve_checkpoint
+from common.logs import configure_logs
+from common.messages import Modality
+from common.processor_config import ProcessorConfig
+from common.service import http_server, run_until_signal
+from common.settings import command_line
+from common.transport import Authenticator
+from gateway_svc.app import HttpLimits, create_app
+from gateway_svc.config import GatewaySettings
+from gateway_svc.detokenizer import TokenTable
+from gateway_svc.encoder_pool import EncoderAddress
+from gateway_svc.fleet import Fleet
+from gateway_svc.media_fetch import FetchLimits, MediaFetcher
+from gateway_svc.media_loader import MediaLimits, MediaLoader
+from gateway_svc.prompt import PromptBuilder
+from gateway_svc.sampling import SamplingDefaults
+
+logger = structlog.get_logger(__name__)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Run one gateway until a signal; streams that run are finished first."""
+    context = zmq.asyncio.Context()
+    keys = settings.curve_keys()
+    if keys is not None:
+        Authenticator(context, keys).start()
+    cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+    fleet = Fleet(
+        context,
+        model=settings.model_name,
+        instance_id=settings.instance_id,
+        encoders=[_encoder_address(value) for value in settings.encoders],
+        decoders=settings.decoders,
+        cache=cache,
+        keys=keys,
+    )
+    fetcher = MediaFetcher(
+        FetchLimits(total_s=settings.media_timeout_s, allow_private_hosts=settings.allow_private_media_hosts)
+    )
+    app = await asyncio.to_thread(_create_app, settings, fleet, fetcher)
+    server = http_server(app, settings.http_host, settings.port, drain_s=int(settings.drain_timeout_s))
+    logger.info("gateway is up", model=settings.model_name, url=f"http://{settings.http_host}:{settings.port}")
+    try:
+        await run_until_signal(server, fleet.run())
+    finally:
+        await fetcher.aclose()
+        if cache is not None:
+            await cache.close()
+
+
+def _create_app(settings: GatewaySettings, fleet: Fleet, fetcher: MediaFetcher) -> FastAPI:
+    checkpoint_dir = resolve_checkpoint(settings.model, "gateway", settings.revision)
+    processor = ProcessorConfig.load(checkpoint_dir)
+    prompts = PromptBuilder.load(
+        checkpoint_dir,
+        processor,
+        chat_template=settings.chat_template,
+        video_outer_pair=settings.video_outer_pair,
+    )
+    limits = MediaLimits(max_items=_max_items(settings.limit_mm_per_prompt), max_item_bytes=settings.max_media_bytes)
+    return create_app(
+        fleet,
+        prompts,
+        MediaLoader(fleet, processor, fetcher, limits),
+        token_table=TokenTable(Tokenizer.from_file(str(checkpoint_dir / "tokenizer.json"))),
+        model_names=[settings.model_name],
+        version=__version__,
+        sampling_defaults=SamplingDefaults.load(checkpoint_dir, settings.generation_config),
+        limits=HttpLimits(max_body_bytes=settings.max_body_bytes, request_timeout_s=settings.request_timeout_s),
+    )
+
+
+def _max_items(given: Mapping[str, int]) -> dict[Modality, int]:
+    try:
+        return msgspec.convert(given, dict[Modality, int])
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"--limit-mm-per-prompt {dict(given)} must give counts of image and video: {exc}") from exc
+
+
+def _encoder_address(value: str) -> EncoderAddress:
+    control, comma, data = value.partition(",")
+    if not comma or not control or not data:
+        raise ConfigError(f"--encoders {value!r} must be two addresses, CONTROL,DATA")
+    return EncoderAddress(control, data)
+
+
+def gateway(settings: Annotated[GatewaySettings, Parameter(name="*")]) -> None:
+    """Run a gateway: the OpenAI API in front of encoders and decoders.
+
+    It tokenizes, loads media, asks decoders for tokens and encoders for embeddings, and streams answers. It holds no
+    state and no model weights. Start as many as you like.
+    """
+    configure_logs("gateway", settings.log_level, settings.log_format)
+    asyncio.run(serve(settings))
+
+
+app = command_line("gateway", gateway)
+
+if __name__ == "__main__":
+    app.meta()

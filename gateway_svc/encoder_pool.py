@@ -1,0 +1,155 @@
+"""The encoders as a gateway sees them: who is there, and requests to them that are answered or fail.
+
+Owns a control and a data connection to each encoder, and the calls that wait for an answer. A call fails when its
+encoder goes away. Which encoder to ask, and what to do when it fails, is the caller's. Runs on the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import zmq.asyncio
+
+from common.errors import EncoderUnavailable, PeerUnreachable, TandemError
+from common.link import Link
+from common.messages import (
+    AnyMessage,
+    Cancel,
+    EncodeReply,
+    EncodeRequest,
+    Hello,
+    ProbeReply,
+    ProbeRequest,
+    Release,
+)
+from common.transport import CurveKeys, Dealer
+from common.wire import error_from_detail
+
+logger = structlog.get_logger(__name__)
+
+Call = EncodeRequest | ProbeRequest
+Reply = EncodeReply | ProbeReply
+
+
+@dataclass(frozen=True)
+class EncoderAddress:
+    """Where one encoder listens."""
+
+    control: str
+    data: str
+
+
+@dataclass(frozen=True)
+class EncoderPeer:
+    """The two connections to one encoder."""
+
+    control: Link
+    data: Link
+
+    @property
+    def hello(self) -> Hello | None:
+        """What the encoder says of itself, when it can be asked: both connections are up and it accepts work."""
+        control, data = self.control.peer, self.data.peer
+        if control is None or data is None or control.instance_id != data.instance_id:
+            return None
+        return control if self.control.is_ready else None
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds of work that wait there."""
+        return self.control.load.queue_s if self.control.load is not None else 0.0
+
+
+class EncoderPool:
+    """All encoders that were configured. The owner awaits `run`."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        addresses: Sequence[EncoderAddress],
+        hello: Callable[[], Hello],
+        *,
+        keys: CurveKeys | None,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._on_change = on_change
+        self._calls: dict[tuple[str, str], tuple[Link, asyncio.Future[Reply]]] = {}
+        self.changed = asyncio.Event()
+
+        def link(endpoint: str, name: str) -> Link:
+            return Link(
+                Dealer(context, endpoint, name=name, keys=keys),
+                hello,
+                on_message=self._on_message,
+                on_up=lambda link: self._changed(),
+                on_down=self._on_down,
+            )
+
+        self.peers = [
+            EncoderPeer(link(address.control, "encoder-control"), link(address.data, "encoder-data"))
+            for address in addresses
+        ]
+
+    async def run(self) -> None:
+        """Keep the connections until cancelled."""
+        links = [link for peer in self.peers for link in (peer.control, peer.data)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for link in links:
+                    tasks.create_task(link.run())
+        finally:
+            for link in links:
+                link.close()
+
+    def ready(self, fingerprint: str | None = None) -> dict[str, EncoderPeer]:
+        """Encoders that accept work, by instance id; only those of one fingerprint when it is given."""
+        found = {hello.instance_id: peer for peer in self.peers if (hello := peer.hello) is not None}
+        if fingerprint is None:
+            return found
+        return {name: peer for name, peer in found.items() if peer.hello and peer.hello.fingerprint == fingerprint}
+
+    async def call(self, peer: EncoderPeer, request: Call, source: bytes, timeout_s: float) -> Reply:
+        """Ask one encoder and wait. Raises its error, EncoderUnavailable when it is lost, or TimeoutError."""
+        name = (request.request_id, request.key)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[name] = (peer.data, future)
+        try:
+            peer.data.send(request, source)
+            async with asyncio.timeout(timeout_s):
+                reply = await future
+        except PeerUnreachable as exc:
+            raise EncoderUnavailable("the encoder is not connected") from exc
+        finally:
+            if self._calls.get(name, (None, None))[1] is future:
+                del self._calls[name]
+            if not future.done() or future.cancelled():
+                peer.control.try_send(Cancel(request_id=request.request_id))
+        if reply.error is not None:
+            raise error_from_detail(reply.error)
+        return reply
+
+    def release(self, request_id: str, peers: Sequence[EncoderPeer]) -> None:
+        """End a request's leases."""
+        for peer in peers:
+            peer.control.try_send(Release(request_id=request_id))
+
+    def _on_message(self, link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
+        if not isinstance(message, EncodeReply | ProbeReply):
+            logger.warning("an encoder sent an unexpected message", message=type(message).__name__)
+            return
+        _, future = self._calls.get((message.request_id, message.key), (None, None))
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _on_down(self, link: Link, instance_id: str) -> None:
+        error: TandemError = EncoderUnavailable("the encoder went away while it worked on an item")
+        for used, future in self._calls.values():
+            if used is link and not future.done():
+                future.set_exception(error)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._on_change()
+        self.changed.set()
+        self.changed = asyncio.Event()  # those who wait for the next change wait for a new event

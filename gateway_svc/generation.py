@@ -1,0 +1,215 @@
+"""The story of one request: a decoder, its media, its tokens, and another decoder when the first is lost.
+
+Owns the attempts and the tokens so far, which are what makes a request resumable: randomness is keyed by seed, choice
+and position, so the continuation elsewhere is the same. Late and duplicate tokens are dropped by attempt and offset.
+Whatever way the story ends, nothing of it stays at a decoder or an encoder. Runs on the event loop.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+import structlog
+
+from common.embedding_cache import EmbeddingCache
+from common.errors import DeadlineExceeded, DecoderUnavailable, PeerUnreachable, TandemError, error_info
+from common.link import Link
+from common.messages import GenerateRequest, MediaAt, MediaNeeded, SequenceTokens
+from common.metrics import Counter
+from common.wire import error_from_detail
+from gateway_svc.backend import GenerationEvent, MediaOutcome, MediaReport
+from gateway_svc.decoder_pool import DecoderEvent, DecoderLost, DecoderPool, Run
+from gateway_svc.encoder_pool import EncoderPool
+from gateway_svc.media import LoadedMedia
+from gateway_svc.media_resolver import MediaResolver, wait_for_change
+
+logger = structlog.get_logger(__name__)
+
+RESUMED = Counter("tandem_gateway_resumed_total", "Requests that went on at another decoder")
+MAX_ATTEMPTS = 8
+CANCEL_WAIT_S = 2.0
+
+
+class Generation:
+    """One request from its first decoder to its last token."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        media: Sequence[LoadedMedia],
+        deadline: float,
+        *,
+        decoders: DecoderPool,
+        encoders: EncoderPool,
+        cache: EmbeddingCache | None,
+    ) -> None:
+        self._request = request
+        self._media = media
+        self._deadline = deadline
+        self._decoders = decoders
+        self._outputs: list[list[int]] = [list(o) for o in request.outputs] or [[] for _ in range(request.sampling.n)]
+        self._finished: set[int] = set()
+        self._reported: set[str] = set()
+        self._failed_links: list[Link] = []
+        self._run: Run | None = None
+        self._events: asyncio.Queue[DecoderEvent | MediaReport | TandemError] = asyncio.Queue()
+        self._media_tasks: set[asyncio.Task[None]] = set()
+        self._resolver = MediaResolver(
+            request.request_id,
+            media,
+            fingerprint=request.fingerprint,
+            encoders=encoders,
+            cache=cache,
+            deadline=deadline,
+            on_found=self._on_media_found,
+        )
+
+    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
+        """Tokens and media reports until every choice has finished. Raises TandemError; closing it cancels all."""
+        try:
+            for attempt in range(self._request.attempt, self._request.attempt + MAX_ATTEMPTS):
+                run = await self._begin(attempt)
+                async with contextlib.aclosing(self._follow(run)) as events:
+                    async for event in events:
+                        yield event
+                if len(self._finished) == len(self._outputs):
+                    return
+                RESUMED.inc()
+                logger.warning("a decoder was lost; the request goes on elsewhere", request_id=self._request.request_id)
+            raise DecoderUnavailable(f"the request was lost by {MAX_ATTEMPTS} decoders in a row", retry_after_s=1.0)
+        finally:
+            await self._close()
+
+    async def _begin(self, attempt: int) -> Run:
+        """Send the request, with the tokens so far, to the best decoder; wait for one when there is none."""
+        while True:
+            changed = self._decoders.changed
+            link = self._decoders.pick(self._failed_links)
+            if link is not None:
+                with contextlib.suppress(PeerUnreachable):  # it left this moment; the change is announced
+                    self._run = self._decoders.begin(link, self._attempt(attempt), self._events.put_nowait)
+                    return self._run
+            error = DecoderUnavailable("no decoder is available: try again later", retry_after_s=1.0)
+            await wait_for_change(changed, min(self._deadline, time.monotonic() + 30.0), error)
+
+    def _attempt(self, attempt: int) -> GenerateRequest:
+        return msgspec.structs.replace(
+            self._request,
+            attempt=attempt,
+            outputs=self._outputs if any(self._outputs) else [],
+            time_left_s=max(0.0, self._deadline - time.monotonic()),
+        )
+
+    async def _follow(self, run: Run) -> AsyncGenerator[GenerationEvent, None]:
+        """Events of one attempt; returns when all choices have finished or the decoder is lost."""
+        while len(self._finished) < len(self._outputs):
+            event = await self._next()
+            if isinstance(event, MediaReport):
+                yield event
+            elif event.attempt != run.attempt:
+                continue  # said before the request went elsewhere
+            elif isinstance(event, DecoderLost):
+                self._give_up(run)
+                return
+            elif isinstance(event, MediaNeeded):
+                for report in self._need(event):
+                    yield report
+            elif (tokens := self._accept(run, event)) is not None:
+                yield tokens
+            elif self._run is None:
+                return  # the decoder could not serve it; another may
+
+    async def _next(self) -> "DecoderEvent | MediaReport":
+        """What happens next. Raises the error that an item ended with, or DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                event = await self._events.get()
+        except TimeoutError:
+            raise DeadlineExceeded("the request did not finish in the time that it was given") from None
+        if isinstance(event, TandemError):
+            raise event
+        return event
+
+    def _need(self, event: MediaNeeded) -> list[MediaReport]:
+        """Look for sources. Items that a new attempt does not ask for are the decoder's already."""
+        task = asyncio.create_task(self._resolve(event), name="resolve-media")
+        self._media_tasks.add(task)
+        task.add_done_callback(self._media_tasks.discard)
+        if event.failed_source is not None:
+            return []
+        present = [item for item in self._media if item.key not in event.keys and item.key not in self._reported]
+        self._reported.update(item.key for item in present)
+        return [MediaReport(item.key, "decoder", self._num_tokens(item)) for item in present]
+
+    async def _resolve(self, event: MediaNeeded) -> None:
+        try:
+            await self._resolver.resolve(event.keys, event.failed_source)
+        except* TandemError as group:
+            self._events.put_nowait(_first(group))
+        except* Exception as group:
+            logger.error("resolving media failed", exc_info=group)
+            self._events.put_nowait(TandemError("an internal error kept the media from being encoded"))
+
+    def _on_media_found(self, item: LoadedMedia, source: str, was_encoded: bool) -> None:
+        if self._run is not None:
+            self._run.link.try_send(MediaAt(request_id=self._request.request_id, key=item.key, source=source))
+        if item.key not in self._reported:
+            self._reported.add(item.key)
+            outcome: MediaOutcome = "encoded" if was_encoded else "cache"
+            self._events.put_nowait(MediaReport(item.key, outcome, self._num_tokens(item)))
+
+    def _num_tokens(self, item: LoadedMedia) -> int:
+        return next(entry.num_tokens for entry in self._request.media if entry.key == item.key)
+
+    def _accept(self, run: Run, event: SequenceTokens) -> SequenceTokens | None:
+        """New tokens of one choice, without those that were seen before; None when there are none."""
+        if event.finish_reason == "error" and event.error is not None:
+            error = error_from_detail(event.error)
+            if (
+                not error_info(error).is_retryable
+                or len(self._decoders.ready) < 2
+                or isinstance(error, DeadlineExceeded)
+            ):
+                raise error
+            self._give_up(run)
+            return None
+        if event.finish_reason in ("hand_over", "cancelled"):
+            self._give_up(run)
+            return None
+        output = self._outputs[event.choice]
+        seen = len(output) - event.offset
+        if seen < 0 or event.choice in self._finished:
+            raise TandemError("a decoder skipped tokens of an answer")
+        tokens = event.tokens[seen:]
+        output.extend(tokens)
+        if output:
+            self._resolver.release()
+        if event.finish_reason is not None:
+            self._finished.add(event.choice)
+        elif not tokens:
+            return None
+        logprobs = event.logprobs[seen:] if event.logprobs is not None else None
+        return msgspec.structs.replace(event, offset=len(output) - len(tokens), tokens=tokens, logprobs=logprobs)
+
+    def _give_up(self, run: Run) -> None:
+        self._decoders.end(run, is_finished=False)
+        self._failed_links.append(run.link)
+        self._run = None
+
+    async def _close(self) -> None:
+        if self._run is not None:
+            self._decoders.end(self._run, is_finished=len(self._finished) == len(self._outputs))
+            self._run = None
+        for task in self._media_tasks:
+            task.cancel()
+        if self._media_tasks:
+            await asyncio.wait(self._media_tasks, timeout=CANCEL_WAIT_S)
+        self._resolver.release()
+
+
+def _first(group: BaseExceptionGroup[TandemError]) -> TandemError:
+    """One error of a group, for the one answer that the client gets."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,31 @@
+"""The media of one request as values: what the client referred to, and what is known once it is loaded.
+
+Pure data, shared by the loader (which makes them), the prompt builder (which needs grids) and the backend (which
+needs keys and source bytes). Knows nothing of HTTP, prompts or sockets.
+"""
+
+from dataclasses import dataclass, field
+
+from common.messages import Grid, MediaOptions, Modality, VideoFacts
+
+
+@dataclass(frozen=True)
+class MediaReference:
+    """A media part of a request, in prompt order. `param` is its place, such as `messages[0].content[1]`."""
+
+    url: str = field(repr=False)
+    modality: Modality
+    param: str
+
+
+@dataclass(frozen=True)
+class LoadedMedia:
+    """A media item with its source bytes and everything that the prompt and the encoders need to know of it."""
+
+    key: str
+    modality: Modality
+    options: MediaOptions
+    grid: Grid
+    source: bytes = field(repr=False)
+    param: str
+    facts: VideoFacts | None = None

@@ -1,0 +1,201 @@
+"""Media over HTTP, for URLs that strangers choose: what may be contacted, and how long and how much.
+
+A host's name is resolved once, every address is checked, and the connection goes to a checked address, so neither a
+second answer of DNS nor a redirect leads inside. Time, bytes and hops are bounded; the body is read only up to its
+limit. Errors and logs name the item, never the URL: it may hold credentials. Runs on the event loop.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MAX_URL_CHARACTERS = 8192
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """How far one fetch may go. `allow_private_hosts` is for closed networks and tests."""
+
+    total_s: float = 20.0
+    connect_s: float = 5.0
+    max_redirects: int = 3
+    allow_private_hosts: bool = False
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolver = Callable[[str, int], Awaitable[list[Address]]]
+
+
+async def resolve(host: str, port: int) -> list[Address]:
+    """Addresses of a name, in the resolver's order. Odd spellings of IPv4 (127.1, 0x7f.0.0.1) come out plain."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found))
+
+
+class MediaFetcher:
+    """Fetches media URLs. One instance for the gateway; `aclose` when it ends."""
+
+    def __init__(self, limits: FetchLimits, *, resolver: Resolver = resolve) -> None:
+        self._limits = limits
+        self._resolver = resolver
+        self._client = httpx.AsyncClient(
+            trust_env=False,
+            follow_redirects=False,
+            timeout=httpx.Timeout(limits.total_s, connect=limits.connect_s),
+            # Connections are addressed by IP, so a kept one could serve another name of the same address.
+            limits=httpx.Limits(max_keepalive_connections=0),
+            headers={"user-agent": "tandem", "accept": "image/*, video/*", "accept-encoding": "identity"},
+        )
+
+    async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
+        """The body behind `url`. Raises InvalidRequest, MediaFetchFailed or MediaTooLarge, naming `param`."""
+        try:
+            async with asyncio.timeout(self._limits.total_s):
+                return await self._follow(parse_media_url(url, param), max_bytes, param)
+        except TimeoutError as exc:
+            raise MediaFetchFailed(
+                f"{param}: the media host did not send the file within {self._limits.total_s:g} s: use a faster host, "
+                "or send the file as a data URI",
+                param=param,
+            ) from exc
+
+    async def aclose(self) -> None:
+        """Close idle connections."""
+        await self._client.aclose()
+
+    async def _follow(self, url: httpx.URL, max_bytes: int, param: str) -> bytes:
+        for _ in range(self._limits.max_redirects + 1):
+            try:
+                async with self._connect(url, param) as response:
+                    if response.status_code not in _REDIRECTS:
+                        return await _read(response, max_bytes, param)
+                    url = _redirect_target(url, response, param)
+            except (httpx.TransportError, httpx.StreamError, httpx.InvalidURL) as exc:
+                raise MediaFetchFailed(
+                    f"{param}: the media host could not be reached, or broke off the transfer ({type(exc).__name__})",
+                    param=param,
+                ) from exc
+        raise MediaFetchFailed(
+            f"{param}: the media host redirects more than {self._limits.max_redirects} times: give the final URL",
+            param=param,
+        )
+
+    @asynccontextmanager
+    async def _connect(self, url: httpx.URL, param: str) -> AsyncIterator[httpx.Response]:
+        """An open response from the first of the host's addresses that accepts a connection."""
+        addresses = await self._allowed_addresses(url, param)
+        for number, address in enumerate(addresses, start=1):
+            request = self._client.build_request(
+                "GET",
+                url.copy_with(host=str(address)),
+                headers={"host": url.netloc.decode("ascii")},
+                extensions={"sni_hostname": url.raw_host.decode("ascii"), "timeout": self._client.timeout.as_dict()},
+            )
+            try:
+                response = await self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if number == len(addresses):
+                    raise
+                continue
+            try:
+                yield response
+            finally:
+                await response.aclose()
+            return
+
+    async def _allowed_addresses(self, url: httpx.URL, param: str) -> list[Address]:
+        port = url.port or (443 if url.scheme == "https" else 80)
+        try:
+            addresses = await self._resolver(url.raw_host.decode("ascii").strip("[]"), port)
+        except (OSError, UnicodeError) as exc:
+            raise MediaFetchFailed(f"{param}: the name of the media host cannot be resolved", param=param) from exc
+        if not self._limits.allow_private_hosts and not all(map(is_public, addresses)):
+            raise InvalidRequest(
+                f"{param}: the URL's host is in a private or reserved network, which may not be contacted", param=param
+            )
+        return addresses
+
+
+def parse_media_url(text: str, param: str) -> httpx.URL:
+    """An absolute http(s) URL with a host, without its credentials' appearing in any error."""
+    scheme, separator, _ = text.partition("://")
+    if not separator or scheme.lower() not in ("http", "https"):
+        raise InvalidRequest(
+            f"{param} is neither a data URI nor an http or https URL: send data:<type>;base64,<data> or a URL",
+            param=param,
+        )
+    try:
+        if len(text) > _MAX_URL_CHARACTERS:
+            raise ValueError("too long")
+        url = httpx.URL(text)
+        is_usable = bool(url.host) and (url.port is None or 0 < url.port < 1 << 16)
+    except (httpx.InvalidURL, ValueError) as exc:
+        raise InvalidRequest(
+            f"{param} is not a valid URL of at most {_MAX_URL_CHARACTERS} characters", param=param
+        ) from exc
+    if not is_usable:
+        raise InvalidRequest(f"{param} is a URL without a host", param=param)
+    return url
+
+
+def _redirect_target(url: httpx.URL, response: httpx.Response, param: str) -> httpx.URL:
+    location = response.headers.get("location")
+    if not location:
+        raise MediaFetchFailed(f"{param}: the media host redirects without saying where to", param=param)
+    try:
+        target = str(url.join(location))
+    except (httpx.InvalidURL, ValueError) as exc:
+        raise MediaFetchFailed(f"{param}: the media host redirects to an invalid URL", param=param) from exc
+    return parse_media_url(target, param)
+
+
+async def _read(response: httpx.Response, max_bytes: int, param: str) -> bytes:
+    if response.status_code != 200:
+        raise MediaFetchFailed(f"{param}: the media host answered with status {response.status_code}", param=param)
+    declared = response.headers.get("content-length", "")
+    if declared.isdecimal() and len(declared) < 20 and int(declared) > max_bytes:
+        raise _too_large(f"{int(declared)} bytes", max_bytes, param)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    # Raw: a compressed body is not unpacked, so a small body cannot become a large one.
+    async for chunk in response.aiter_raw():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large("more bytes", max_bytes, param)
+        chunks.append(chunk)
+    if not num_bytes:
+        raise MediaFetchFailed(f"{param}: the media host sent an empty file", param=param)
+    return b"".join(chunks)
+
+
+def _too_large(amount: str, max_bytes: int, param: str) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"{param}: the media host sends {amount}, above the limit of {max_bytes} for one item: use a smaller file",
+        param=param,
+    )
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is on the public internet, also when IPv6 wraps an IPv4 address."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or _nat64(address)
+        if inner is not None:
+            return is_public(inner)
+        if address.teredo is not None:
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _nat64(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address inside 64:ff9b::/96, where a network translates."""
+    if address in ipaddress.IPv6Network("64:ff9b::/96"):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return None

@@ -1,0 +1,157 @@
+"""Finds a source for each embedding that a decoder needs: Redis first, then the encoder that owns the key.
+
+Owns the order of tries and what an item's failure means; one resolver serves one request. A source that failed is
+not named again. With no encoder to ask it waits for one until the deadline. Runs on the event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from common.embedding import ExpectedEmbedding
+from common.embedding_cache import EmbeddingCache
+from common.errors import EncoderUnavailable, ModelFailure, TandemError, error_info
+from common.messages import EncodeReply, EncodeRequest
+from common.metrics import SECONDS_BUCKETS, Counter, Histogram
+from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
+from gateway_svc.media import LoadedMedia
+from gateway_svc.routing import owner_bounded_by_load, rendezvous_order
+
+logger = structlog.get_logger(__name__)
+
+ENCODE_RETRIES = Counter("tandem_gateway_encode_retries_total", "Items sent to another encoder after a failure")
+ENCODE_SECONDS = Histogram("tandem_gateway_encode_seconds", "EncodeRequest to EncodeReply", buckets=SECONDS_BUCKETS)
+
+REDIS = "redis"
+MAX_TRIES = 6
+TRY_TIMEOUT_S = 120.0
+
+Found = Callable[[LoadedMedia, str, bool], None]  # item, source, whether it was encoded for this request
+
+
+class MediaResolver:
+    """The items of one request."""
+
+    def __init__(
+        self,
+        request_id: str,
+        media: Sequence[LoadedMedia],
+        *,
+        fingerprint: str | None,
+        encoders: EncoderPool,
+        cache: EmbeddingCache | None,
+        deadline: float,
+        on_found: Found,
+    ) -> None:
+        self._request_id = request_id
+        self._items = {item.key: item for item in media}
+        self._fingerprint = fingerprint
+        self._encoders = encoders
+        self._cache = cache
+        self._deadline = deadline
+        self._on_found = on_found
+        self._failed: dict[str, set[str]] = {}
+        self._num_tries: dict[str, int] = {}
+        self._used: list[EncoderPeer] = []
+
+    async def resolve(self, keys: Sequence[str], failed_source: str | None) -> None:
+        """Name a source for each key. Raises a group of the errors that no other source can mend."""
+        items = [self._items[key] for key in keys if key in self._items]
+        if failed_source is not None:
+            for item in items:
+                self._failed.setdefault(item.key, set()).add(failed_source)
+        cached = await self._probe([item for item in items if REDIS not in self._failed.get(item.key, ())])
+        for item in items:
+            if item.key in cached:
+                self._on_found(item, REDIS, False)
+        async with asyncio.TaskGroup() as tasks:
+            for item in items:
+                if item.key not in cached:
+                    tasks.create_task(self._encode(item))
+
+    def release(self) -> None:
+        """The decoder has what it needs: the encoders may forget it."""
+        self._encoders.release(self._request_id, self._used)
+        self._used = []
+
+    async def _probe(self, items: Sequence[LoadedMedia]) -> set[str]:
+        if self._cache is None or self._fingerprint is None:
+            return set()
+        return await self._cache.probe(
+            [ExpectedEmbedding(key=item.key, grid=item.grid, fingerprint=self._fingerprint) for item in items]
+        )
+
+    async def _encode(self, item: LoadedMedia) -> None:
+        while True:
+            tries = self._num_tries[item.key] = self._num_tries.get(item.key, 0) + 1
+            if tries > MAX_TRIES:
+                raise ModelFailure(f"the {item.modality} could not be encoded in {MAX_TRIES} tries", param=item.param)
+            instance_id, peer = await self._next_encoder(item)
+            began = time.monotonic()
+            try:
+                reply = await self._ask(peer, item)
+            except (TandemError, TimeoutError) as error:
+                if isinstance(error, TandemError) and not error_info(error).is_retryable:
+                    error.param = item.param
+                    raise
+                logger.warning("an encoder failed; another is asked", encoder=instance_id, reason=str(error)[:200])
+                ENCODE_RETRIES.inc()
+                self._failed.setdefault(item.key, set()).add(instance_id)
+                continue
+            ENCODE_SECONDS.observe(time.monotonic() - began)
+            self._on_found(item, instance_id, not reply.was_held)
+            return
+
+    async def _ask(self, peer: EncoderPeer, item: LoadedMedia) -> EncodeReply:
+        assert self._fingerprint is not None
+        time_left_s = max(0.0, self._deadline - time.monotonic())
+        request = EncodeRequest(
+            request_id=self._request_id,
+            key=item.key,
+            modality=item.modality,
+            options=item.options,
+            expected_grid=item.grid,
+            fingerprint=self._fingerprint,
+            time_left_s=time_left_s,
+        )
+        if peer not in self._used:
+            self._used.append(peer)
+        reply = await self._encoders.call(peer, request, item.source, min(TRY_TIMEOUT_S, time_left_s + 1.0))
+        assert isinstance(reply, EncodeReply)
+        return reply
+
+    async def _next_encoder(self, item: LoadedMedia) -> tuple[str, EncoderPeer]:
+        """The first owner of the key that has not failed; a failed one again only when all have."""
+        failed = self._failed.get(item.key, set())
+        while True:
+            changed = self._encoders.changed
+            peers = self._encoders.ready(self._fingerprint)
+            queue_s = {name: peer.queue_s for name, peer in peers.items()}
+            order = owner_bounded_by_load(rendezvous_order(item.key, list(peers)), queue_s)
+            chosen = next((name for name in order if name not in failed), None)
+            if chosen is None and order:
+                failed.difference_update(order)
+                await asyncio.sleep(min(0.1 * 2 ** self._num_tries[item.key], 2.0))
+                continue
+            if chosen is not None:
+                return chosen, peers[chosen]
+            await wait_for_change(changed, self._deadline, self._no_encoder(item))
+
+    def _no_encoder(self, item: LoadedMedia) -> EncoderUnavailable:
+        return EncoderUnavailable(
+            f"no encoder became available for this {item.modality} in time: text and media seen before are still "
+            "answered; try again later",
+            param=item.param,
+            retry_after_s=5.0,
+        )
+
+
+async def wait_for_change(changed: asyncio.Event, deadline: float, error: TandemError) -> None:
+    """Return when peers have changed; raise `error` at the deadline."""
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            await changed.wait()
+    except TimeoutError:
+        raise error from None

@@ -1,0 +1,174 @@
+"""Server-sent events: a stream that opens with its first event, stays alive, notices leaving clients, and ends clearly.
+
+Owns the pulling of a producer with time limits, keep-alive comments, and the response itself. An error before the
+stream is open is an ordinary HTTP error; after it, an error event and the end, without `[DONE]`. Knows nothing of
+what the events say. Runs in the request's task.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import Cancelled, TandemError
+from gateway_svc.http_errors import error_body, internal_error
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS: Mapping[str, str] = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
+logger = structlog.get_logger(__name__)
+
+
+def encode_event(value: object) -> bytes:
+    """One event of JSON data. JSON has no line breaks of its own, so one `data:` line holds it."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Puller(Generic[T]):
+    """Takes items from a producer, for as long as the client is there.
+
+    A pull that times out leaves the producer at work. Close it in every case: that ends the producer.
+    """
+
+    def __init__(self, source: AsyncGenerator[T, None], receive: Receive) -> None:
+        self._source = source
+        self._next: asyncio.Task[T] | None = None
+        self._client_gone = asyncio.create_task(_disconnect(receive))
+
+    async def pull(self, timeout_s: float | None) -> T | None:
+        """The next item, or None when there is none yet.
+
+        Raises StopAsyncIteration at the end, Cancelled when the client left, and what the producer raises.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._source))
+        waiting: set[asyncio.Future[Any]] = {self._next, self._client_gone}
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._next.done():
+            done, self._next = self._next, None
+            return done.result()
+        if self._client_gone.done():
+            raise Cancelled("the client closed the connection")
+        return None
+
+    async def aclose(self) -> None:
+        """Stop the producer and wait until it has cleaned up."""
+        tasks: list[asyncio.Task[Any]] = [self._client_gone]
+        if self._next is not None:
+            tasks.append(self._next)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._source.aclose()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def collect(puller: Puller[T]) -> list[T]:
+    """All items; for answers that are not streamed."""
+    items: list[T] = []
+    try:
+        while True:
+            item = await puller.pull(None)
+            if item is not None:
+                items.append(item)
+    except StopAsyncIteration:
+        return items
+    finally:
+        await puller.aclose()
+
+
+class EventWriter(Protocol[T_contra]):
+    """What a stream says."""
+
+    def opening(self) -> Iterable[object]:
+        """Before the first item."""
+        ...
+
+    def events(self, item: T_contra) -> Iterable[object]:
+        """For an item; there may be nothing to say."""
+        ...
+
+    def closing(self) -> Iterable[object]:
+        """At a good end."""
+        ...
+
+
+async def open_stream(
+    puller: Puller[T], writer: EventWriter[T], *, open_s: float, keep_alive_s: float, request_id: str
+) -> Response:
+    """Wait for the first item, at most `open_s`, and answer with a stream. Earlier errors are raised."""
+    try:
+        first = await puller.pull(open_s)
+    except BaseException:
+        await puller.aclose()
+        raise
+    return EventStreamResponse(puller, writer, first, keep_alive_s=keep_alive_s, request_id=request_id)
+
+
+class EventStreamResponse(Response, Generic[T]):
+    """The response of an open stream."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, puller: Puller[T], writer: EventWriter[T], first: T | None, *, keep_alive_s: float, request_id: str
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._puller = puller
+        self._writer = writer
+        self._first = first
+        self._keep_alive_s = keep_alive_s
+        self._request_id = request_id
+        self.init_headers(STREAM_HEADERS)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the producer ends, fails, or the client leaves."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for block in self._blocks():
+                if block:
+                    await send({"type": "http.response.body", "body": block, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Cancelled:
+            logger.debug("the client left the stream", request_id=self._request_id)
+        finally:
+            await self._puller.aclose()
+
+    async def _blocks(self) -> AsyncGenerator[bytes, None]:
+        item = self._first
+        is_open = False
+        try:
+            while True:
+                if item is None:
+                    yield KEEP_ALIVE
+                else:
+                    yield b"".join(self._encoded(item, with_opening=not is_open))
+                    is_open = True
+                item = await self._puller.pull(self._keep_alive_s)
+        except StopAsyncIteration:
+            yield b"".join([*map(encode_event, self._writer.closing()), DONE])
+        except Cancelled:
+            raise
+        except TandemError as error:
+            yield encode_event(error_body(error))
+        except Exception:
+            logger.exception("a stream failed", request_id=self._request_id)
+            yield encode_event(error_body(internal_error(self._request_id)))
+
+    def _encoded(self, item: T, *, with_opening: bool) -> Iterator[bytes]:
+        if with_opening:
+            yield from map(encode_event, self._writer.opening())
+        yield from map(encode_event, self._writer.events(item))

@@ -1,0 +1,167 @@
+"""Fetching from strangers' URLs: nothing private is contacted, and nothing takes longer or more than allowed."""
+
+import ipaddress
+import json
+import time
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge
+from gateway_svc.media_fetch import Address, FetchLimits, MediaFetcher, is_public, parse_media_url
+from tests.gateway_svc.fake_backend import harness
+from tests.gateway_svc.media_host import BODY, media_host
+from tests.paths import SHARED, needs_shared
+
+OPEN = FetchLimits(total_s=0.5, allow_private_hosts=True)
+
+
+async def fetch(url: str, max_bytes: int = 1 << 20, limits: FetchLimits = OPEN, **fields: Any) -> bytes:
+    fetcher = MediaFetcher(limits, **fields)
+    try:
+        return await fetcher.fetch(url, max_bytes, "messages[0].content[0]")
+    finally:
+        await fetcher.aclose()
+
+
+async def test_a_file_is_fetched_also_through_a_redirect() -> None:
+    async with media_host() as host:
+        assert await fetch(host.url("/ok")) == BODY
+        assert await fetch(host.url("/redirect")) == BODY
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "message"),
+    [
+        ("/404", MediaFetchFailed, "status 404"),
+        ("/empty", MediaFetchFailed, "empty file"),
+        ("/loop", MediaFetchFailed, "more than 3 times"),
+        ("/nowhere", MediaFetchFailed, "without saying where"),
+        ("/to-file", InvalidRequest, "neither a data URI nor an http"),
+        ("/cut", MediaFetchFailed, "broke off"),
+        ("/nonsense", MediaFetchFailed, "broke off"),
+        ("/lies", MediaTooLarge, "99999999 bytes, above the limit of 1048576"),
+        ("/endless", MediaTooLarge, "more bytes, above the limit of 1048576"),
+        ("/drip", MediaFetchFailed, "within 0.5 s"),
+    ],
+)
+async def test_misbehaving_hosts_are_refused_by_name(path: str, kind: type[Exception], message: str) -> None:
+    async with media_host() as host:
+        started = time.monotonic()
+        with pytest.raises(kind, match=message) as caught:
+            await fetch(host.url(path))
+        assert caught.value.param == "messages[0].content[0]"  # type: ignore[attr-defined]
+        assert time.monotonic() - started < 5
+        assert len(host.requests) <= 4
+
+
+async def test_a_redirect_to_a_private_address_is_not_followed() -> None:
+    async def resolver(host: str, port: int) -> list[Address]:
+        # The host itself counts as public here; where it redirects to does not.
+        return [ipaddress.ip_address("127.0.0.1" if host == "media.test" else host)]
+
+    class Loopback(MediaFetcher):
+        async def _allowed_addresses(self, url: Any, param: str) -> list[Address]:
+            return (
+                await resolver(url.host, 80)
+                if url.host == "media.test"
+                else await super()._allowed_addresses(url, param)
+            )
+
+    async with media_host() as host:
+        fetcher = Loopback(FetchLimits(total_s=2), resolver=resolver)
+        assert await fetcher.fetch(f"http://media.test:{host.port}/ok", 100, "p") == BODY
+        assert f"host: media.test:{host.port}" in host.requests[0].lower()
+        with pytest.raises(InvalidRequest, match="private or reserved"):
+            await fetcher.fetch(f"http://media.test:{host.port}/to-private", 100, "p")
+        await fetcher.aclose()
+
+
+async def test_a_name_that_changes_its_address_is_connected_to_the_checked_one() -> None:
+    answers = iter(["93.184.216.34", "127.0.0.1"])
+
+    async def rebinding(host: str, port: int) -> list[Address]:
+        return [ipaddress.ip_address(next(answers))]
+
+    async with media_host() as host:
+        limits = FetchLimits(total_s=0.3, connect_s=0.2)
+        with pytest.raises(MediaFetchFailed):
+            await fetch(f"http://rebind.test:{host.port}/ok", limits=limits, resolver=rebinding)
+        assert host.requests == []
+
+
+async def test_one_private_address_among_public_ones_refuses_the_name() -> None:
+    async def mixed(host: str, port: int) -> list[Address]:
+        return [ipaddress.ip_address("93.184.216.34"), ipaddress.ip_address("10.0.0.1")]
+
+    with pytest.raises(InvalidRequest, match="private or reserved"):
+        await fetch("http://mixed.test/", limits=FetchLimits(total_s=1), resolver=mixed)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.1", "2130706433", "0x7f.0.0.1", "localhost.", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "[::]"],
+)
+async def test_every_spelling_of_loopback_is_refused_without_a_packet(host: str) -> None:
+    async with media_host() as listener:
+        with pytest.raises((InvalidRequest, MediaFetchFailed)):
+            await fetch(f"http://{host}:{listener.port}/ok", limits=FetchLimits(total_s=2))
+        assert listener.requests == []
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        ("10.1.2.3", False),
+        ("172.16.0.1", False),
+        ("192.168.1.1", False),
+        ("100.64.0.1", False),
+        ("169.254.169.254", False),
+        ("224.0.0.1", False),
+        ("240.0.0.1", False),
+        ("fd00::1", False),
+        ("fe80::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("::ffff:8.8.8.8", True),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::808:808", True),
+        ("2002:7f00:1::", False),
+        ("2001:0:1::1", False),
+    ],
+)
+def test_public_addresses_are_told_from_others(address: str, expected: bool) -> None:
+    assert is_public(ipaddress.ip_address(address)) is expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://h/a",
+        "gopher://h/",
+        "ws://h/",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "../x",
+        "http://",
+        "http:///x",
+        "x",
+        "",
+    ]
+    + ["https://h:99999/", "http://[::1", "http://h/" + "a" * 9000, "HTTP:/h", "http://\x00/"],
+)
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_media_url(url, "p")
+
+
+@needs_shared
+async def test_credentials_of_a_url_appear_nowhere(logs: list[Any]) -> None:
+    setup = harness()
+    body = json.loads((SHARED / "cases" / "SEC-12" / "request.json").read_text())
+    response = await setup.client.post("/v1/chat/completions", json=body)
+    metrics = await setup.client.get("/metrics")
+    assert response.status_code == 400
+    for text in (response.text, metrics.text, repr(logs)):
+        assert "SECRET" not in text

@@ -1,0 +1,225 @@
+"""Media of a request: data URIs by explicit rules, limits, keys, grids and errors that name the item."""
+
+import asyncio
+import base64
+import io
+import json
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from common.errors import InvalidRequest, MediaTooLarge, UnsupportedMedia
+from common.messages import MediaOptions, VideoFacts
+from gateway_svc.data_uri import decode_data_uri
+from gateway_svc.media import MediaReference
+from gateway_svc.media_fetch import FetchLimits, MediaFetcher
+from gateway_svc.media_loader import MediaLimits, MediaLoader
+from tests.gateway_svc.fake_backend import CONFIG, FakeBackend, harness
+from tests.paths import SHARED, needs_shared
+
+DATA = bytes(range(256))
+BASE64 = base64.b64encode(DATA).decode()
+
+
+def png(width: int = 64, height: int = 64) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def data_uri(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def image_part(url: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": url}
+
+
+def loader(backend: FakeBackend | None = None, **limits: Any) -> MediaLoader:
+    return MediaLoader(backend or FakeBackend(), CONFIG, MediaFetcher(FetchLimits()), MediaLimits(**limits))
+
+
+async def load(media: MediaLoader, *references: MediaReference, **fields: Any) -> Any:
+    options = {"image": MediaOptions(), "video": MediaOptions()}
+    settings = {"fingerprint": "f" * 64, "cache_salt": None, "deadline": 1e9, **fields}
+    return await media.load(references, options, **settings)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        f"data:image/png;base64,{BASE64}",
+        f"DATA:image/png;Base64,{BASE64}",
+        f"data:;base64,{BASE64}",
+        f"data:image/jpeg;charset=utf-8;base64,{BASE64}",
+        f"data:image/png;base64,{BASE64.rstrip('=')}",
+        "data:image/png;base64," + "\r\n".join(BASE64[i : i + 76] for i in range(0, len(BASE64), 76)),
+        f"data:image/png;base64,{BASE64.replace('+', '%2B').replace('/', '%2F')}",
+        "data:application/octet-stream," + "".join(f"%{byte:02x}" for byte in DATA),
+    ],
+    ids=lambda uri: uri[:24],
+)
+def test_valid_data_uris_give_their_bytes(uri: str) -> None:
+    assert decode_data_uri(uri, 1 << 20, "x") == DATA
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("data:image/png;base64,", "without data"),
+        ("data:image/png;base64" + BASE64[:8], "without a comma"),
+        ("data:image/png;base64,AAA-", "URL-safe"),
+        ("data:image/png;base64,AA_A", "URL-safe"),
+        ("data:image/png;base64,AAAAA", "5 characters"),
+        ("data:image/png;base64,AAAA=", "1 of padding"),
+        ("data:image/png;base64,AA=A", "character 2"),
+        ("data:image/png;base64,AA*A", "character 2"),
+        ("data:image/png;base64,AAé=", "alphabet"),
+        ("data:text/plain,é", "percent-encode"),
+        ("data:,", "without data"),
+    ],
+)
+def test_other_data_uris_are_refused_with_the_reason(uri: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        decode_data_uri(uri, 1 << 20, "messages[0].content[0]")
+    assert caught.value.param == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize("uri", [f"data:;base64,{BASE64}", "data:," + "%00" * 256])
+def test_data_beyond_the_limit_is_refused(uri: str) -> None:
+    assert len(decode_data_uri(uri, 256, "x")) == 256
+    with pytest.raises(MediaTooLarge, match="255"):
+        decode_data_uri(uri, 255, "x")
+
+
+async def test_an_image_has_its_key_grid_and_bytes() -> None:
+    (item,) = await load(loader(), MediaReference(data_uri(png(320, 240)), "image", "p"))
+    assert item.grid == (1, 16, 20)
+    assert item.source == png(320, 240)
+    (again,) = await load(loader(), MediaReference(data_uri(png(320, 240), "image/webp"), "image", "q"))
+    assert again.key == item.key
+    (salted,) = await load(loader(), MediaReference(data_uri(png(320, 240)), "image", "p"), cache_salt="t")
+    assert salted.key != item.key
+
+
+async def test_a_large_image_is_hashed_in_a_thread_with_the_same_key() -> None:
+    small = png()
+    padded = small + bytes(200_000)
+    (item,) = await load(loader(), MediaReference(data_uri(padded), "image", "p"))
+    assert item.grid == (1, 8, 8)
+    assert item.source == padded
+
+
+async def test_a_video_is_probed_and_a_picture_is_not() -> None:
+    backend = FakeBackend(facts=VideoFacts(grid=(2, 4, 6), frame_indices=[0, 1, 2, 3], timestamps=[0.3, 1.6]))
+    video, image = await load(
+        loader(backend),
+        MediaReference(data_uri(b"anything", "video/mp4"), "video", "v"),
+        MediaReference(data_uri(png()), "image", "i"),
+    )
+    assert backend.probes == [(MediaOptions(), 8)]
+    assert (video.grid, video.facts) == ((2, 4, 6), backend.facts)
+    assert image.facts is None
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"), [(b"<svg/>", UnsupportedMedia), (png(201 * 4, 4), InvalidRequest), (b"xx", UnsupportedMedia)]
+)
+async def test_a_bad_image_is_named(source: bytes, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        await load(
+            loader(), MediaReference(data_uri(png()), "image", "a"), MediaReference(data_uri(source), "image", "b.c")
+        )
+    assert caught.value.param == "b.c"  # type: ignore[attr-defined]
+    assert str(caught.value).startswith("b.c: ")
+
+
+async def test_too_many_items_are_refused_before_anything_is_loaded() -> None:
+    setup = harness(media_limits=MediaLimits(max_items={"image": 2, "video": 0}))
+    parts = [image_part({"url": data_uri(png())}) for _ in range(3)]
+    response = await setup.chat(messages=[{"role": "user", "content": parts}])
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "3 image items, above the limit of 2" in error["message"]
+    assert error["param"] == "messages[0].content[2]"
+    assert (await setup.chat(messages=[{"role": "user", "content": parts[:2]}])).status_code == 200
+
+
+async def test_usage_counts_media_by_where_they_came_from() -> None:
+    for outcome, name in (
+        ("kv", "cached_media_tokens"),
+        ("decoder", "cached_media_tokens"),
+        ("cache", "cached_media_tokens"),
+        ("encoded", "encoded_media_tokens"),
+    ):
+        setup = harness(FakeBackend(media_outcome=outcome))  # type: ignore[arg-type]
+        body = (await setup.chat(messages=[{"role": "user", "content": [image_part(data_uri(png()))]}])).json()
+        details = body["usage"]["prompt_tokens_details"]
+        assert details.pop(name) == 16
+        assert details == {
+            "cached_tokens": 3,
+            **dict.fromkeys({"cached_media_tokens", "encoded_media_tokens"} - {name}, 0),
+        }
+        assert (
+            setup.registry.get_sample_value("tandem_media_items_total", {"modality": "image", "outcome": outcome}) == 1
+        )
+
+
+async def test_options_reach_the_grid_and_the_key_and_stay_within_the_model_s_limits() -> None:
+    setup = harness()
+    body = [{"role": "user", "content": [image_part(data_uri(png(512, 512)))]}]
+    for kwargs in (None, {"max_pixels": 65_536}, {"max_pixels": 1 << 30}, {"fps": 1.0}):
+        assert (await setup.chat(messages=body, mm_processor_kwargs=kwargs)).status_code == 200
+    plain, small, huge, with_fps = (media[0] for media in setup.backend.media)
+    assert (plain.grid, small.grid, huge.grid) == ((1, 32, 32), (1, 16, 16), (1, 32, 32))
+    assert small.key != plain.key
+    assert with_fps.key == plain.key
+
+
+@pytest.mark.parametrize("kwargs", [{"fps": 1.0, "num_frames": 4}, {"min_pixels": 9, "max_pixels": 8}])
+async def test_options_that_exclude_each_other_are_refused(kwargs: dict[str, Any]) -> None:
+    body = [{"role": "user", "content": [image_part(data_uri(png()))]}]
+    response = await harness().chat(messages=body, mm_processor_kwargs=kwargs)
+    assert response.json()["error"]["param"] == "mm_processor_kwargs"
+
+
+async def test_a_prompt_that_is_too_long_is_refused_before_its_media_is_loaded() -> None:
+    backend = FakeBackend()
+    parts = [{"type": "text", "text": "word " * 20_000}, {"type": "video_url", "video_url": data_uri(b"x")}]
+    response = await harness(backend).chat(messages=[{"role": "user", "content": parts}])
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert backend.probes == []
+
+
+async def test_the_first_failure_cancels_the_other_items() -> None:
+    cancelled = asyncio.Event()
+
+    class Slow(FakeBackend):
+        async def probe_video(self, *_: Any) -> VideoFacts:
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), 10)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+            raise AssertionError
+
+    with pytest.raises(UnsupportedMedia):
+        await load(
+            loader(Slow()),
+            MediaReference(data_uri(b"video"), "video", "a"),
+            MediaReference(data_uri(b"no image" * 20_000), "image", "b"),
+        )
+    assert cancelled.is_set()
+
+
+@needs_shared
+async def test_equal_pictures_of_cases_have_equal_keys() -> None:
+    for case in ("IMG-24", "IMG-25", "IMG-27", "IMG-29", "IMG-39"):
+        setup = harness()
+        for name in ("request", "same_0"):
+            body = json.loads((SHARED / "cases" / case / f"{name}.json").read_text())
+            assert (await setup.client.post("/v1/chat/completions", json=body)).status_code == 200
+        first, second = setup.backend.media
+        assert [item.key for item in first] == [item.key for item in second]
