@@ -1,0 +1,116 @@
+"""Child processes of `tandem up`: started with a core of their own, watched, stopped in time, never left behind.
+
+Owns starting, the log file of each, the restart of one that died, and the stop. A child also dies with its parent,
+however that dies. Runs on the event loop of the parent; knows nothing of what the children do.
+"""
+
+import asyncio
+import ctypes
+import itertools
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+logger = structlog.get_logger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+STOP_GRACE_S = 15.0
+RESTART_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run. `cores` restricts the process; empty leaves it free."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    log_file: Path
+    cores: frozenset[int] = frozenset()
+
+
+class Child:
+    """One running command."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self._process: asyncio.subprocess.Process | None = None
+        self.num_starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs now."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        """Start the process; its output goes to its log file."""
+        self.num_starts += 1
+        with self.command.log_file.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.command.environment},
+                start_new_session=True,  # a Ctrl-C in the terminal is the parent's to pass on
+                preexec_fn=_die_with_parent,
+            )
+        if self.command.cores:
+            os.sched_setaffinity(self._process.pid, self.command.cores)
+
+    async def wait(self) -> int:
+        """The exit code, when it ends."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def keep_running(self) -> None:
+        """Restart the process whenever it ends, until cancelled."""
+        while True:
+            code = await self.wait()
+            logger.warning(
+                "a process ended and is started again",
+                process=self.command.name,
+                exit_code=code,
+                log=str(self.command.log_file),
+            )
+            await asyncio.sleep(RESTART_AFTER_S)
+            await self.start()
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL when that does not end it in time."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            logger.warning("a process did not stop in time and is killed", process=self.command.name)
+            self._process.kill()
+            await self._process.wait()
+
+    def last_lines(self, count: int = 15) -> str:
+        """The end of the log, to show why a start failed."""
+        lines = self.command.log_file.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-count:])
+
+
+def share_cores(cores: Sequence[int], num_processes: int) -> list[frozenset[int]]:
+    """Cores of each compute process: disjoint while there are enough, else one each in turn.
+
+    Two OpenMP teams on the same cores stall each other badly, so a compute process never shares a core by choice.
+    """
+    ordered = sorted(cores)
+    if num_processes >= len(ordered):
+        return [frozenset({ordered[index % len(ordered)]}) for index in range(num_processes)]
+    bounds = [index * len(ordered) // num_processes for index in range(num_processes + 1)]
+    return [frozenset(ordered[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,90 @@
+"""The real system for tests: real processes, real ZMQ, a real Redis-protocol server, started as `tandem up` does."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+from rich.console import Console
+
+from deploy.local import LocalStack, Plan, UpSettings, free_port, plan
+
+
+@dataclass
+class Stack:
+    """A running system."""
+
+    plan: Plan
+    local: LocalStack
+    settings: UpSettings
+
+    @property
+    def url(self) -> str:
+        """The first gateway."""
+        return self.plan.urls[0]
+
+    def client(self, gateway: int = 0) -> AsyncOpenAI:
+        """OpenAI's client for one gateway."""
+        return AsyncOpenAI(base_url=f"{self.plan.urls[gateway]}/v1", api_key="none", max_retries=0, timeout=60.0)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL a process and wait until it is gone."""
+        child = self.local.children[name]
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        await child.wait()
+
+    async def restart(self, name: str) -> None:
+        """Start a process that was killed again, and wait until all are ready."""
+        await self.local.children[name].start()
+        await self.local.wait_ready(Console(quiet=True))
+
+    async def ready(self, gateway: int = 0) -> dict[str, Any]:
+        """What the gateway says of the fleet."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            body: dict[str, Any] = (await client.get(f"{self.plan.urls[gateway]}/ready")).json()
+            return body
+
+    async def wait_for(self, *, encoders: int, decoders: int, gateway: int = 0) -> None:
+        """Return when the gateway sees exactly so many ready services."""
+        async with asyncio.timeout(30):
+            while True:
+                body = await self.ready(gateway)
+                if (body["encoders"]["ready"], body["decoders"]["ready"]) == (encoders, decoders):
+                    return
+                await asyncio.sleep(0.05)
+
+    async def metric(self, name: str, metric: str) -> float:
+        """A metric of one process, summed over its labels; `metric` may hold a label to filter by."""
+        url = self.plan.ready_urls[name].replace("/ready", "/metrics")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            lines = (await client.get(url)).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric))
+
+    def log(self, name: str) -> str:
+        """What a process has logged."""
+        return self.local.children[name].command.log_file.read_text(errors="replace")
+
+
+@asynccontextmanager
+async def running_stack(folder: Path, model: Path, **settings: Any) -> AsyncIterator[Stack]:
+    """Start a system that serves `model`, and stop it at the end."""
+    up = UpSettings(model=str(model), port=free_port(), data_dir=folder, log_level="debug", **settings)
+    run_dir, log_dir = folder / "run", folder / "logs"
+    run_dir.mkdir(parents=True)
+    log_dir.mkdir()
+    planned = plan(up, run_dir, log_dir)
+    stack = Stack(planned, LocalStack(planned), up)
+    try:
+        await stack.local.start()
+        await stack.local.wait_ready(Console(quiet=True))
+        await stack.wait_for(encoders=up.encoders, decoders=up.decoders)
+        yield stack
+    finally:
+        await stack.local.stop()
