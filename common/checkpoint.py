@@ -3,7 +3,7 @@
 A service opens only the safetensors files that hold its role's tensors, and reads only those tensors: the other
 half may be absent from the disk. Everything unknown, missing or wrong-shaped is collected into one
 `CheckpointError`. Knows nothing of the modules' layouts: they say where each tensor goes by a `Destination`.
-Runs once, at start, in the main thread. The gateway never imports this module (torch).
+Runs once, at start, in a thread of its own. The gateway never imports this module (torch).
 """
 
 import hashlib

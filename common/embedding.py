@@ -5,12 +5,15 @@ Pure: the same checks serve the ZMQ fetch and the Redis cache. A forward pass ma
 
 import zlib
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from common.errors import ProtocolError
 from common.messages import EmbeddingHeader, Grid
 from common.wire import CHUNK_BYTES, chunks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,12 @@ def pack_manifest(header: EmbeddingHeader) -> bytes:
     return msgspec.msgpack.encode(header)
 
 
-def unpack_manifest(data: bytes) -> EmbeddingHeader:
-    """A stored header; raises ProtocolError when it is not one."""
+def unpack_stored(data: bytes, struct: type[T]) -> T:
+    """A stored struct, such as the header beside its chunks; raises ProtocolError when the bytes are not one."""
     try:
-        return msgspec.msgpack.decode(data, type=EmbeddingHeader)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ProtocolError("the stored manifest is not valid") from exc
+        return msgspec.msgpack.decode(data, type=struct)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"the stored {struct.__name__} is not valid") from exc
 
 
 __all__ = [
@@ -65,5 +68,5 @@ __all__ = [
     "checksum",
     "chunks",
     "pack_manifest",
-    "unpack_manifest",
+    "unpack_stored",
 ]

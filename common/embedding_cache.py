@@ -15,9 +15,9 @@ import redis.asyncio as redis
 import structlog
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
-from common.embedding import CHUNK_BYTES, ExpectedEmbedding, check_payload, chunks, pack_manifest, unpack_manifest
+from common.embedding import CHUNK_BYTES, ExpectedEmbedding, check_payload, chunks, pack_manifest, unpack_stored
 from common.errors import ConfigError, ProtocolError
 from common.messages import EmbeddingHeader, VideoFacts
 from common.metrics import Counter, Gauge
@@ -29,6 +29,8 @@ CACHE_BREAKER_OPEN = Gauge("tandem_cache_breaker_open", "1 while Redis is skippe
 CACHE_BYTES = Counter("tandem_cache_bytes_total", "Payload bytes moved to and from Redis", ["direction"])
 
 CHUNKS_OUTLIVE_S = 60  # chunks live longer than the manifest that names them, so a manifest seldom lies
+
+SLOWEST_BYTES_PER_S = 50 << 20  # a transfer slower than this is no better than encoding again
 
 T = TypeVar("T")
 Reply = bytes | str | None  # redis-py's type; always bytes here, since no decoding is asked for
@@ -71,8 +73,8 @@ class EmbeddingCache:
 
     @property
     def is_available(self) -> bool:
-        """Whether the last calls reached Redis."""
-        return self._breaker.allows(time.monotonic())
+        """Whether the last call reached Redis."""
+        return self._breaker.is_closed
 
     async def close(self) -> None:
         """Close all connections."""
@@ -109,7 +111,7 @@ class EmbeddingCache:
             payload = bytearray(header.num_bytes)
             return (header, payload) if await self._read_chunks(header, payload) else None
 
-        found = await self._guard("get", self._transfer_timeout_s, call)
+        found = await self._guard("get", self._transfer_budget_s(_expected_bytes(expected)), call)
         if found is None:
             return None
         header, payload = found
@@ -131,7 +133,7 @@ class EmbeddingCache:
             await self._client.set(_manifest_name(header.key), pack_manifest(header), ex=self._ttl_s)
             return True
 
-        stored = await self._guard("put", self._transfer_timeout_s + len(payload) / (50 << 20), call) is not None
+        stored = await self._guard("put", self._transfer_budget_s(len(payload)), call) is not None
         if stored:
             CACHE_BYTES.labels("written").inc(len(payload))
         return stored
@@ -157,8 +159,8 @@ class EmbeddingCache:
         if data is None:
             return None
         try:
-            return msgspec.msgpack.decode(_as_bytes(data), type=struct)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return unpack_stored(_as_bytes(data), struct)
+        except ProtocolError:
             CACHE_CALLS.labels(name, "corrupt").inc()
             return None
 
@@ -179,7 +181,7 @@ class EmbeddingCache:
 
     def _checked_manifest(self, manifest: bytes | str, expected: ExpectedEmbedding) -> EmbeddingHeader | None:
         try:
-            header = unpack_manifest(_as_bytes(manifest))
+            header = unpack_stored(_as_bytes(manifest), EmbeddingHeader)
             expected.check(header)
             if header.chunk_bytes != CHUNK_BYTES:
                 raise ProtocolError(f"chunks of {header.chunk_bytes} bytes, expected {CHUNK_BYTES}")
@@ -189,6 +191,9 @@ class EmbeddingCache:
             return None
         return header
 
+    def _transfer_budget_s(self, num_bytes: int) -> float:
+        return self._transfer_timeout_s + num_bytes / SLOWEST_BYTES_PER_S
+
     async def _guard(self, name: str, timeout_s: float, call: Callable[[], Awaitable[T]]) -> T | None:
         if not self._breaker.allows(time.monotonic()):
             CACHE_CALLS.labels(name, "skipped").inc()
@@ -196,6 +201,12 @@ class EmbeddingCache:
         try:
             async with asyncio.timeout(timeout_s):
                 result = await call()
+        except ResponseError as exc:  # Redis is there and says no: it is full, or read-only
+            CACHE_CALLS.labels(name, "refused").inc()
+            logger.warning("Redis refused a call", call=name, reason=type(exc).__name__)
+            self._breaker.record_success()
+            CACHE_BREAKER_OPEN.set(0)
+            return None
         except (RedisError, OSError, TimeoutError) as exc:
             CACHE_CALLS.labels(name, "failed").inc()
             if self._breaker.record_failure(time.monotonic()):
@@ -217,13 +228,20 @@ class Breaker:
         self._pause_s = first_s
         self._open_until = 0.0
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing has failed since the last success."""
+        return self._open_until == 0.0
+
     def allows(self, now: float) -> bool:
         """Whether a call may be tried."""
         return now >= self._open_until
 
     def record_failure(self, now: float) -> bool:
-        """Open the breaker; true when it was closed."""
-        was_closed = self._open_until == 0.0
+        """Open the breaker; true when it was closed. Calls that fail together count as one failure."""
+        was_closed = self.is_closed
+        if not self.allows(now):
+            return False
         self._open_until = now + self._pause_s
         self._pause_s = min(self._pause_s * 2, self._longest_s)
         return was_closed
@@ -236,6 +254,10 @@ class Breaker:
 
 def _as_bytes(value: bytes | str) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
+
+
+def _expected_bytes(expected: ExpectedEmbedding) -> int:
+    return (expected.rows or 0) * (expected.width or 0) * 4
 
 
 def _manifest_name(key: str) -> str:

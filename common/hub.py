@@ -1,7 +1,7 @@
 """Where a checkpoint lies: a local directory as it is, or a hub id of which only the role's files are fetched.
 
 Owns the lists of files per role and the reading of the shard index. Knows no torch: the gateway uses it for its
-tokenizer and processor files. Blocking; runs once, at start, in the main thread.
+tokenizer and processor files. Blocking; runs once, at start, in a thread of its own.
 """
 
 import json
@@ -22,12 +22,18 @@ SINGLE_FILE = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 
 _CONFIG_FILES: dict[Role, tuple[str, ...]] = {
-    "encoder": ("config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "encoder": (
+        "config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    ),
     "decoder": ("config.json", "generation_config.json"),
     "gateway": (
         "config.json",
         "generation_config.json",
         "preprocessor_config.json",
+        "processor_config.json",
         "video_preprocessor_config.json",
         "tokenizer.json",
         "tokenizer_config.json",

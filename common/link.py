@@ -57,8 +57,10 @@ class Link:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new work may be sent: up, ready and not draining."""
-        return self.peer is not None and self.peer.is_ready and not self.peer.is_draining
+        """Whether new work may be sent: up, ready and not draining, which a load report may say before a Hello."""
+        if self.peer is None or (self.load is not None and self.load.is_draining):
+            return False
+        return self.peer.is_ready and not self.peer.is_draining
 
     def send(self, message: AnyMessage, *payload: Payload) -> None:
         """Send now or raise PeerUnreachable."""

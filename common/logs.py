@@ -16,8 +16,14 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 def configure_logs(service: str, level: LogLevel, log_format: LogFormat) -> None:
     """Send structlog and standard-library records through one formatter to stderr."""
+
+    def add_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        # Not a context variable: threads that nobody's task started would not have it.
+        return {**event, "service": service}
+
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_service,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.EventRenamer("event"),
@@ -25,7 +31,9 @@ def configure_logs(service: str, level: LogLevel, log_format: LogFormat) -> None
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -47,6 +55,5 @@ def configure_logs(service: str, level: LogLevel, log_format: LogFormat) -> None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "uvicorn.access"):
+    for noisy in ("PIL", "asyncio", "httpcore", "httpx", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    structlog.contextvars.bind_contextvars(service=service)

@@ -13,17 +13,17 @@ from msgspec import Meta, Struct
 
 MAX_TOKENS = 1 << 20  # token ids in one prompt or output; real models stop at 262,144
 MAX_MEDIA_ITEMS = 4096
-MAX_MEDIA_BYTES = 1 << 30
-MAX_EMBEDDING_BYTES = 1 << 32
 MAX_CHUNK_BYTES = 4 << 20
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
-MediaKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+# The length as well: `$` also matches before a line break at the end.
+MediaKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
+Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Meta(ge=-1000, le=1000)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 Side = Annotated[int, Meta(ge=1, le=1 << 16)]
 Grid = tuple[Side, Side, Side]  # (t, h, w) in patches, before the spatial merge
@@ -83,7 +83,7 @@ class LoadReport(Message, frozen=True, kw_only=True, tag=True):
 
     instance_id: Id
     queue_s: Seconds = 0.0
-    patches_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    patches_per_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     waiting: Count = 0
     running: Count = 0
     kv_used_tokens: Count = 0
@@ -99,7 +99,10 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag=True):
-    """Stop everything done for a request. Unknown ids are ignored, also when the request arrives later."""
+    """Stop everything done for a request. An id that is not known is no error.
+
+    An encoder refuses a request that arrives after its Cancel, since the two travel on different sockets.
+    """
 
     request_id: Id
 
@@ -274,7 +277,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = msgspec.field(default_factory=list)
-    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=4096)] = msgspec.field(default_factory=dict)
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] = msgspec.field(default_factory=dict)
     allowed_token_ids: TokenIds | None = None
     bad_words_ids: Annotated[list[TokenIds], Meta(max_length=1024)] = msgspec.field(default_factory=list)
     num_logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None

@@ -5,9 +5,9 @@ A service's `config.py` extends `CommonSettings`; its `__main__.py` hands `comma
 settings. Nothing else reads the environment.
 """
 
-import os
 import sys
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal
 import cyclopts
 from cyclopts import Parameter
 
-from common.errors import TandemError
+from common.errors import ConfigError, TandemError
 from common.logs import LogFormat, LogLevel
 from common.transport import CurveKeys
 
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 ENVIRONMENT_PREFIX = "TANDEM_"
+DEFAULT_FILE = "tandem.toml"
 REDIS_ENVIRONMENT = Parameter(env_var=("TANDEM_REDIS", "REDIS_URL"))
 
 
@@ -81,21 +82,25 @@ def command_line(name: str, run: Callable[..., None], *, epilogue: str = "") -> 
 
     An error that a person can mend is one line on stderr and exit code 2.
     """
-    app = cyclopts.App(name=name, help_epilogue=epilogue, config=[_environment(), _file()], version_flags=[])
+    app = cyclopts.App(name=name, help_epilogue=epilogue, config=[_environment()], version_flags=[])
 
     @app.meta.default
     def with_config(
         *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
         config: Annotated[Path | None, Parameter(help="TOML file with settings, below flags and environment.")] = None,
     ) -> None:
-        app.config = [_environment(), _file(config)]
-        app(tokens)
+        try:
+            app.config = [_environment(), _file(config)]
+            app(tokens)
+        except ConfigError as error:
+            print(f"tandem {name}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
 
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             run(*args, **kwargs)
         except* TandemError as group:
-            for error in group.exceptions:
+            for error in _leaves(group):
                 print(f"tandem {name}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 
@@ -109,6 +114,19 @@ def _environment() -> cyclopts.config.Env:
     return cyclopts.config.Env(ENVIRONMENT_PREFIX, command=False)
 
 
-def _file(path: Path | None = None) -> cyclopts.config.Toml:
-    chosen = path or Path(os.environ.get(ENVIRONMENT_PREFIX + "CONFIG", "tandem.toml"))
-    return cyclopts.config.Toml(chosen, must_exist=path is not None, use_commands_as_keys=False, allow_unknown=True)
+def _file(given: Path | None) -> cyclopts.config.Toml:
+    path = given or Path(DEFAULT_FILE)
+    if given is not None or path.exists():
+        try:
+            tomllib.loads(path.read_text())
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"the settings file {path} cannot be read: {exc}") from exc
+    return cyclopts.config.Toml(path, must_exist=False, use_commands_as_keys=False, allow_unknown=True)
+
+
+def _leaves(group: BaseExceptionGroup[TandemError]) -> Iterator[TandemError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -7,7 +7,9 @@ what messages mean.
 """
 
 import asyncio
+import hmac
 import ipaddress
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ import structlog
 import zmq
 import zmq.asyncio
 import zmq.auth
+import zmq.utils.z85
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from common.errors import ConfigError, PeerUnreachable, ProtocolError
@@ -27,6 +30,8 @@ from common.wire import MAX_HEADER_BYTES, error_detail, pack, unpack
 logger = structlog.get_logger(__name__)
 
 MAX_FRAMES = 4
+CURVE_KEY_BYTES = 32
+YIELD_EVERY = 64  # messages taken in a row before other tasks have a turn
 SEND_HIGH_WATER_MARK = 10_000
 MALFORMED_FRAMES = Counter(
     "tandem_malformed_frames_total", "Frames refused because they were not valid messages", ["socket"]
@@ -47,10 +52,13 @@ class CurveKeys:
         """Read a key file as written by `zmq.auth.create_certificates`; raises ConfigError."""
         try:
             public, secret = zmq.auth.load_certificate(path)
-        except (OSError, ValueError) as exc:
+            binary = [zmq.utils.z85.decode(key) for key in (public, secret) if key is not None]
+        except (OSError, ValueError, struct.error, KeyError) as exc:
             raise ConfigError(f"the CURVE key file {path} cannot be read: {exc}") from exc
         if secret is None:
             raise ConfigError(f"the CURVE key file {path} holds no secret key: give the file that ends in .key_secret")
+        if any(len(key) != CURVE_KEY_BYTES for key in binary):
+            raise ConfigError(f"the CURVE key file {path} holds a key that is not of {CURVE_KEY_BYTES} bytes")
         return cls(public, secret)
 
 
@@ -76,8 +84,8 @@ class Authenticator:
         self._zap.configure_curve_callback("*", credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by ZMQ for each connection with the peer's public key in binary form."""
-        return zmq.utils.z85.encode(key) == self._public
+        """Called for each connection with the peer's public key, in the same text form as the fleet's."""
+        return hmac.compare_digest(key, self._public)
 
     def stop(self) -> None:
         """Stop answering."""
@@ -86,11 +94,13 @@ class Authenticator:
 
 def check_bind(endpoint: str, keys: CurveKeys | None, allow_insecure: bool) -> None:
     """Refuse an endpoint that strangers could reach without a key; raises ConfigError."""
-    if keys is not None or allow_insecure or not endpoint.startswith("tcp://"):
+    if keys is not None or allow_insecure or endpoint.startswith(("ipc://", "inproc://")):
         return
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        # An IPv4 address bound by a socket that also speaks IPv6 shows as ::ffff:127.0.0.1.
+        is_loopback = (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         is_loopback = False
     if not is_loopback:
@@ -123,6 +133,22 @@ def _send(socket: zmq.asyncio.Socket, frames: list[Any]) -> None:
         raise
 
 
+class _FairReader:
+    """Reads messages, giving way to other tasks: while messages wait, awaiting one never leaves the running task."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self._num_in_a_row = 0
+
+    async def next(self) -> list[zmq.Frame]:
+        """The frames of the next message."""
+        self._num_in_a_row += 1
+        if self._num_in_a_row >= YIELD_EVERY:
+            self._num_in_a_row = 0
+            await asyncio.sleep(0)
+        return await self._socket.recv_multipart(copy=False)
+
+
 class Router:
     """The bound socket of a service: receives from any peer, answers to the peer that is named."""
 
@@ -151,11 +177,12 @@ class Router:
             self._socket.close()
             raise ConfigError(f"cannot bind the {name} socket to {endpoint}: {exc.strerror}") from exc
         self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._frames = _FairReader(self._socket)
 
     async def receive(self) -> Received:
         """The next valid message. Malformed ones are counted, answered with `Refused`, and skipped."""
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
+            frames = await self._frames.next()
             peer = frames[0].bytes
             try:
                 if not 2 <= len(frames) <= MAX_FRAMES:
@@ -212,11 +239,12 @@ class Dealer:
         except zmq.ZMQError as exc:
             self.close()
             raise ConfigError(f"{endpoint} is not an address to connect to: {exc.strerror}") from exc
+        self._frames = _FairReader(self._socket)
 
     async def receive(self) -> Received:
         """The next valid message. Malformed ones are counted and skipped."""
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
+            frames = await self._frames.next()
             try:
                 if len(frames) >= MAX_FRAMES:
                     raise ProtocolError(f"a message has 1 to {MAX_FRAMES - 1} frames, not {len(frames)}")
@@ -236,4 +264,5 @@ class Dealer:
     def close(self) -> None:
         """Close the socket; unsent messages are dropped."""
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)

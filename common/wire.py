@@ -18,6 +18,7 @@ PROTOCOL_MINOR = 0
 PREFIX_BYTES = len(MAGIC) + 2
 MAX_HEADER_BYTES = 16 << 20
 CHUNK_BYTES = 1 << 20
+MAX_REASON_CHARS = 200  # msgspec quotes unknown words, which may be as long as the frame
 
 _PREFIX = MAGIC + bytes((PROTOCOL_MAJOR, PROTOCOL_MINOR))
 _encoder = msgspec.msgpack.Encoder()
@@ -33,7 +34,7 @@ def unpack(frame: bytes | memoryview) -> AnyMessage:
     """The message of a header frame, fully validated.
 
     Raises ProtocolError when the frame is too long, is not ours, has another major version, or holds a value out of
-    bounds. The error's text names the reason and never the content.
+    bounds. The error's text names the reason, and holds no more than a few words of the content.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header frame of {len(frame)} bytes exceeds the limit of {MAX_HEADER_BYTES}")
@@ -47,7 +48,7 @@ def unpack(frame: bytes | memoryview) -> AnyMessage:
     try:
         return _decoder.decode(frame[PREFIX_BYTES:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"the header is not a valid message: {exc}") from exc
+        raise ProtocolError(f"the header is not a valid message: {str(exc)[:MAX_REASON_CHARS]}") from exc
 
 
 def chunks(payload: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:

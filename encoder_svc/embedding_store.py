@@ -80,10 +80,15 @@ class EmbeddingStore:
 
     def release(self, request_id: str) -> None:
         """End all leases of a request."""
-        for key in self._keys_by_request.pop(request_id, ()):
-            if entry := self._entries.get(key):
-                entry.leases.pop(request_id, None)
+        for key in list(self._keys_by_request.get(request_id, ())):
+            self._end_lease(key, request_id)
         self._evict_until(self._budget_bytes)
+
+    def end_lease(self, key: str, request_id: str) -> None:
+        """End one lease of a request, if there is one."""
+        if key in self._keys_by_request.get(request_id, ()):
+            self._end_lease(key, request_id)
+            self._evict_until(self._budget_bytes)
 
     def expire(self, now: float) -> int:
         """End the leases whose time is up; returns how many there were."""
@@ -94,13 +99,16 @@ class EmbeddingStore:
             if ends <= now
         ]
         for key, request_id in expired:
-            del self._entries[key].leases[request_id]
-            keys = self._keys_by_request.get(request_id, set())
-            keys.discard(key)
-            if not keys:
-                self._keys_by_request.pop(request_id, None)
+            self._end_lease(key, request_id)
         self._evict_until(self._budget_bytes)
         return len(expired)
+
+    def _end_lease(self, key: str, request_id: str) -> None:
+        del self._entries[key].leases[request_id]
+        keys = self._keys_by_request[request_id]
+        keys.discard(key)
+        if not keys:
+            del self._keys_by_request[request_id]
 
     def _evict_until(self, limit_bytes: int) -> None:
         if self.held_bytes <= limit_bytes:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import structlog
 
 from common.embedding_cache import EmbeddingCache
-from common.errors import Cancelled, InvalidRequest, ModelFailure, Overloaded, TandemError
+from common.errors import InvalidRequest, ModelFailure, Overloaded, TandemError
 from common.messages import EncodeRequest, EncodeTimes
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.processor_config import ProcessorConfig
@@ -38,10 +38,10 @@ CACHE_WRITES_DROPPED = Counter(
 
 @dataclass
 class _Flight:
-    """An item in work: who waits for it, and the task that does it."""
+    """An item in work: who waits for it (a request as often as it asked), and the task that does it."""
 
     task: "asyncio.Task[EncodeTimes]"
-    waiters: set[str] = field(default_factory=set)
+    waiters: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class EncodePipeline:
     async def encode(self, request: EncodeRequest, source: memoryview) -> tuple[bool, EncodeTimes]:
         """Make sure that the item is held and leased to the request; tells whether it was held already.
 
-        Raises InvalidRequest for media that cannot be encoded, Overloaded, Cancelled, or ModelFailure.
+        Raises InvalidRequest for media that cannot be encoded, Overloaded, or ModelFailure. What nobody waits for any
+        more stops.
         """
         key, request_id = request.key, request.request_id
         if self._store.lease(key, request_id, time.monotonic()):
@@ -103,29 +104,19 @@ class EncodePipeline:
             return True, EncodeTimes()
         flight = self._flights.get(key)
         outcome = "joined"
-        if flight is None:
+        if flight is None or flight.task.done():
             outcome = "encoded"
             flight = self._start(request, source)
-        flight.waiters.add(request_id)
+        flight.waiters.append(request_id)
         try:
             times = await asyncio.shield(flight.task)
-        except asyncio.CancelledError:
-            if flight.task.cancelled():
-                raise Cancelled("the item was cancelled") from None
+        except BaseException:
+            self._store.end_lease(key, request_id)
             raise
         finally:
-            flight.waiters.discard(request_id)
-        self._store.lease(key, request_id, time.monotonic())
+            self._leave(key, flight, request_id)
         ITEMS.labels(request.modality, outcome).inc()
         return False, times
-
-    def leave(self, request_id: str) -> None:
-        """A request no longer waits; what nobody else waits for stops."""
-        for flight in self._flights.values():
-            if request_id in flight.waiters:
-                flight.waiters.discard(request_id)
-                if not flight.waiters:
-                    flight.task.cancel()
 
     async def drained(self) -> None:
         """Return when no item is in work and Redis has been offered all of them."""
@@ -154,13 +145,26 @@ class EncodePipeline:
         QUEUED_PATCHES.set(self.queued_patches)
         flight = _Flight(asyncio.create_task(self._encode(request, source), name="encode"))
         self._flights[request.key] = flight
-        flight.task.add_done_callback(lambda task: self._finish(request.key, patches))
+        flight.task.add_done_callback(lambda task: self._finish(request.key, flight, patches))
         return flight
 
-    def _finish(self, key: str, patches: int) -> None:
+    def _leave(self, key: str, flight: _Flight, request_id: str) -> None:
+        """A request no longer waits. A flight that stops is forgotten at once, so that nobody joins it any more."""
+        flight.waiters.remove(request_id)
+        if not flight.waiters and not flight.task.done():
+            flight.task.cancel()
+            self._forget(key, flight)
+
+    def _finish(self, key: str, flight: _Flight, patches: int) -> None:
         self.queued_patches -= patches
         QUEUED_PATCHES.set(self.queued_patches)
-        del self._flights[key]
+        self._forget(key, flight)
+        if not flight.task.cancelled():
+            flight.task.exception()  # seen by whoever waits, or by nobody when all have just left
+
+    def _forget(self, key: str, flight: _Flight) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
 
     async def _encode(self, request: EncodeRequest, source: memoryview) -> EncodeTimes:
         began = time.monotonic()
@@ -173,6 +177,9 @@ class EncodePipeline:
         self._arrived.set()
         embedding = await done
         self._store.put(embedding)
+        # Before anything else may be put here and evict it.
+        for request_id in self._flights[request.key].waiters:
+            self._store.lease(request.key, request_id, time.monotonic())
         self._offer_to_cache(embedding)
         return EncodeTimes(preprocess_s=prepared_at - began, forward_s=time.monotonic() - prepared_at)
 

@@ -57,7 +57,7 @@ class TowerRunner:
 
     def close(self) -> None:
         """Let the thread end after the forward that runs."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _record(self, items: Sequence[TowerItem], seconds: float) -> None:
         patches = sum(item.pixel_values.shape[0] for item in items)
@@ -84,7 +84,7 @@ class TowerRunner:
 
     def _held(self, item: TowerItem, embedding: Tensor) -> HeldEmbedding:
         check_finite(embedding, f"the embedding of a {item.grid} grid")
-        payload = payload_of(embedding)
+        payload = payload_of(embedding).toreadonly()
         header = EmbeddingHeader(
             key=item.key,
             grid=item.grid,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from common.errors import Cancelled, DeadlineExceeded, Overloaded, ProtocolError, TandemError
+from common.errors import Cancelled, DeadlineExceeded, ModelFailure, Overloaded, ProtocolError, TandemError
 from common.messages import (
     Cancel,
     EncodeReply,
@@ -44,6 +44,8 @@ HELD_BYTES = Gauge("tandem_encoder_held_bytes", "Bytes of embeddings in memory")
 LEASES = Gauge("tandem_encoder_leases", "Leases that have not ended")
 REPORT_EVERY_S = 0.5
 STALLED_AFTER_S = 600.0
+HAND_OVER_POLL_S = 0.02
+HAND_OVER_S = 5.0  # a drain waits so long for decoders to fetch what was promised to them
 MAX_REMEMBERED_CANCELS = 10_000
 
 
@@ -94,6 +96,7 @@ class EncoderServer:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
+            self._parts.pipeline.close()
 
     async def drain(self) -> None:
         """Refuse new work, finish what runs, and hand what is held to Redis."""
@@ -102,6 +105,15 @@ class EncoderServer:
         await self._parts.pipeline.drained()
         while self._running:
             await asyncio.wait(set(self._running))
+        for _ in range(int(HAND_OVER_S / HAND_OVER_POLL_S)):
+            if not self._is_needed:
+                break
+            await asyncio.sleep(HAND_OVER_POLL_S)
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether a request needs what is held here, or a decoder is fetching it."""
+        return self._parts.store.num_leases > 0 or self._parts.shipping.bytes_in_flight > 0
 
     async def _serve_control(self) -> None:
         while True:
@@ -167,7 +179,6 @@ class EncoderServer:
             self._cancelled.popitem(last=False)
         for task in self._tasks.get(request_id, ()):
             task.cancel()
-        self._parts.pipeline.leave(request_id)
         self._parts.store.release(request_id)
 
     async def _encode(self, peer: bytes, request: EncodeRequest, source: memoryview) -> None:
@@ -181,10 +192,8 @@ class EncoderServer:
             held = self._parts.store.get(request.key)
             num_bytes = held.header.num_bytes if held is not None else 0
             reply = msgspec.structs.replace(reply, was_held=was_held, times=times, num_bytes=num_bytes)
-        except TandemError as error:
-            reply = msgspec.structs.replace(reply, error=error_detail(error))
-        finally:
-            self._parts.pipeline.leave(request.request_id)
+        except Exception as exc:  # whatever one item does, the gateway gets an answer
+            reply = msgspec.structs.replace(reply, error=error_detail(_as_ours(exc, request.request_id)))
         self._parts.data.try_send(peer, reply)
 
     async def _probe(self, peer: bytes, request: ProbeRequest, source: memoryview) -> None:
@@ -193,8 +202,8 @@ class EncoderServer:
             self._admit(request.request_id)
             async with _deadline(request.time_left_s):
                 reply = msgspec.structs.replace(reply, facts=await self._parts.probe_video(request, source))
-        except TandemError as error:
-            reply = msgspec.structs.replace(reply, error=error_detail(error))
+        except Exception as exc:  # whatever one video does, the gateway gets an answer
+            reply = msgspec.structs.replace(reply, error=error_detail(_as_ours(exc, request.request_id)))
         self._parts.data.try_send(peer, reply)
 
     def _admit(self, request_id: str) -> None:
@@ -235,6 +244,13 @@ def replace_hello(hello: Hello, *, is_ready: bool | None = None, is_draining: bo
         is_ready=hello.is_ready if is_ready is None else is_ready,
         is_draining=hello.is_draining if is_draining is None else is_draining,
     )
+
+
+def _as_ours(exc: Exception, request_id: str) -> TandemError:
+    if isinstance(exc, TandemError):
+        return exc
+    logger.error("an item failed", request_id=request_id, exc_info=exc)
+    return ModelFailure("the encoder failed on this item: report it with the request id")
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.errors import PeerUnreachable, ProtocolError, TandemError
+from common.errors import Overloaded, PeerUnreachable, ProtocolError, TandemError
 from common.messages import Fetch, FetchChunk, FetchCredit, FetchReply
 from common.metrics import Counter, Gauge
 from common.transport import Router
@@ -80,7 +80,9 @@ class Shipping:
     def _find(self, fetch: Fetch) -> HeldEmbedding:
         if fetch.fingerprint != self._fingerprint:
             raise ProtocolError("the fetch is for another vision tower than this encoder's (fingerprint differs)")
-        if len(self._sessions) >= MAX_SESSIONS or (embedding := self._store.get(fetch.key)) is None:
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise Overloaded(f"{MAX_SESSIONS} fetches run here, which is the limit: try again later")
+        if (embedding := self._store.get(fetch.key)) is None:
             raise ProtocolError("the embedding is not held here (any more)")
         return embedding
 

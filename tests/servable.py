@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.tiny_models import Shards, save_checkpoint, tiny_config, tiny_model
 from tests.tiny_tokenizer import CHAT_TEMPLATE, media_token_ids, tiny_tokenizer
 
@@ -12,11 +14,18 @@ VIDEO_LIMITS = {"shortest_edge": 4_096, "longest_edge": 1_572_864}
 
 
 def save_servable(
-    directory: Path, *, seed: int = 0, gain: float = 1.5, shards: Shards = "by_half", **config: Any
+    directory: Path,
+    *,
+    seed: int = 0,
+    gain: float = 1.5,
+    deepstack_gain: float = 1.0,
+    shards: Shards = "by_half",
+    **config: Any,
 ) -> tuple[Path, Any]:
     """Write a checkpoint that `tandem` can serve; returns its folder and transformers' model with the same weights.
 
-    No token ends an answer, so greedy outputs are as long as asked for.
+    No token ends an answer, so greedy outputs are as long as asked for. `deepstack_gain` makes each DeepStack level
+    count so much more than the one before, since later layers are less moved by an addition of the same size.
     """
     tokenizer = tiny_tokenizer()
     ids = media_token_ids(tokenizer)
@@ -33,6 +42,9 @@ def save_servable(
         seed=seed,
         gain=gain,
     )
+    with torch.no_grad():
+        for level, merger in enumerate(model.model.visual.deepstack_merger_list):
+            merger.linear_fc2.weight.mul_(deepstack_gain ** (level + 1))
     save_checkpoint(model, directory, shards=shards)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -1,9 +1,11 @@
 """The real system for tests: real processes, real ZMQ, a real Redis-protocol server, started as `tandem up` does."""
 
 import asyncio
+import contextlib
+import dataclasses
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +42,10 @@ class Stack:
         os.kill(child.pid, signal.SIGKILL)
         await child.wait()
 
-    async def restart(self, name: str) -> None:
-        """Start a process that was killed again, and wait until all are ready."""
-        await self.local.children[name].start()
+    async def restart(self, *names: str) -> None:
+        """Start processes that have ended again, and wait until all are ready."""
+        for name in names:
+            await self.local.children[name].start()
         await self.local.wait_ready(Console(quiet=True))
 
     async def ready(self, gateway: int = 0) -> dict[str, Any]:
@@ -53,11 +56,12 @@ class Stack:
 
     async def wait_for(self, *, encoders: int, decoders: int, gateway: int = 0) -> None:
         """Return when the gateway sees exactly so many ready services."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while True:
-                body = await self.ready(gateway)
-                if (body["encoders"]["ready"], body["decoders"]["ready"]) == (encoders, decoders):
-                    return
+                with contextlib.suppress(httpx.TransportError):  # a gateway that is being restarted
+                    body = await self.ready(gateway)
+                    if (body["encoders"]["ready"], body["decoders"]["ready"]) == (encoders, decoders):
+                        return
                 await asyncio.sleep(0.05)
 
     async def metric(self, name: str, metric: str) -> float:
@@ -73,13 +77,27 @@ class Stack:
 
 
 @asynccontextmanager
-async def running_stack(folder: Path, model: Path, **settings: Any) -> AsyncIterator[Stack]:
-    """Start a system that serves `model`, and stop it at the end."""
+async def running_stack(
+    folder: Path,
+    model: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    by_role: Mapping[str, Mapping[str, str]] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Stack]:
+    """Start a system that serves `model`, and stop it at the end.
+
+    `environment` sets any other setting of all services, `by_role` that of one role's.
+    """
     up = UpSettings(model=str(model), port=free_port(), data_dir=folder, log_level="debug", **settings)
     run_dir, log_dir = folder / "run", folder / "logs"
     run_dir.mkdir(parents=True)
     log_dir.mkdir()
     planned = plan(up, run_dir, log_dir)
+    for index, command in enumerate(planned.services):
+        own = (by_role or {}).get(command.name.partition("-")[0], {})
+        merged = {**command.environment, **(environment or {}), **own}
+        planned.services[index] = dataclasses.replace(command, environment=merged)
     stack = Stack(planned, LocalStack(planned), up)
     try:
         await stack.local.start()

@@ -151,6 +151,7 @@ def test_a_broken_file_of_the_cases_is_refused(path: str) -> None:
 SAMPLES = [encoded(Image.fromarray(NOISE), format) for format in IMAGE_FORMATS]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(deadline=None)
 @given(sample=st.sampled_from(SAMPLES), data=st.data())
 def test_a_mutated_file_gives_pixels_of_its_header_or_one_of_our_errors(sample: bytes, data: Any) -> None:
