@@ -18,7 +18,7 @@ URL_SCHEMES = ("http://", "https://", "data:")
 def ask(
     *words: Annotated[str, Parameter(name="IMAGE... QUESTION")],
     url: str = "http://127.0.0.1:8000/v1",
-    model: str | None = None,
+    served_model_name: str | None = None,
     api_key: str = "none",
     max_tokens: int | None = None,
 ) -> None:
@@ -32,7 +32,7 @@ def ask(
         Files or URLs of pictures and videos, then the question, in quotes.
     url
         The server's base URL.
-    model
+    served_model_name
         Name of the model; by default the first that the server lists.
     api_key
         Sent as bearer token.
@@ -45,7 +45,7 @@ def ask(
     parts: list[Any] = [_media_part(word) for word in media]
     client = openai.OpenAI(base_url=url, api_key=api_key)
     try:
-        chosen = model or client.models.list().data[0].id
+        chosen = served_model_name or _first_model(client)
         stream = client.chat.completions.create(
             model=chosen,
             messages=[{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
@@ -61,6 +61,15 @@ def ask(
         raise InvalidRequest(f"no server answers at {url}: start one with `make up`, or give --url") from exc
     except openai.APIStatusError as exc:
         raise InvalidRequest(f"the server answered {exc.status_code}: {exc.message}") from exc
+    except openai.APIError as exc:  # an error event in the stream
+        raise InvalidRequest(f"the answer broke off: {exc.message}") from exc
+
+
+def _first_model(client: openai.OpenAI) -> str:
+    models = client.models.list().data
+    if not models:
+        raise InvalidRequest("the server lists no model: name one with --served-model-name")
+    return models[0].id
 
 
 def _media_part(word: str) -> dict[str, Any]:

@@ -55,3 +55,7 @@ def decoder(*tokens: Tokens) -> None:
 def main() -> None:
     """Entry point of the `tandem` script."""
     app(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import quote
 
 import httpx
 import structlog
@@ -32,6 +33,7 @@ logger = structlog.get_logger(__name__)
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = CHECKOUT / "demo" / "model"
+DEFAULT_URL = "http://127.0.0.1:8000"  # where `tandem ask` looks
 READY_TIMEOUT_S = 600.0
 LONGEST_SOCKET_PATH = 100  # a unix socket's path may have 107 bytes
 
@@ -102,6 +104,7 @@ class Plan:
 
 def plan(settings: UpSettings, run_dir: Path, log_dir: Path) -> Plan:
     """Choose addresses and cores. Raises ConfigError for a port that is taken."""
+    _check_counts(settings)
     redis, cache = _plan_cache(settings, run_dir, log_dir)
     shared = {
         "TANDEM_MODEL": settings.model,
@@ -113,25 +116,27 @@ def plan(settings: UpSettings, run_dir: Path, log_dir: Path) -> Plan:
     services: list[Command] = []
     ready_urls: dict[str, str] = {}
 
-    def add(name: str, module: str, port: int, arguments: list[str], core_set: frozenset[int] = frozenset()) -> None:
+    def add(name: str, module: str, url: str, arguments: list[str], core_set: frozenset[int] = frozenset()) -> None:
         services.append(
             Command(name, [sys.executable, "-m", module, *arguments], shared, log_dir / f"{name}.log", core_set)
         )
-        ready_urls[name] = f"http://127.0.0.1:{port}/ready"
+        ready_urls[name] = f"{url}/ready"
 
     compute = ["--dtype", settings.dtype, "--device", settings.device]
     encoders = [(f"ipc://{run_dir}/e{i}c", f"ipc://{run_dir}/e{i}d") for i in range(settings.encoders)]
     for i, (control, data) in enumerate(encoders):
         port = free_port()
         sockets = ["--control-endpoint", control, "--data-endpoint", data, "--http-port", str(port)]
-        add(f"encoder-{i}", "encoder_svc", port, [*compute, *sockets], cores[i])
+        add(f"encoder-{i}", "encoder_svc", _url("127.0.0.1", port), [*compute, *sockets], cores[i])
     decoders = [f"ipc://{run_dir}/d{i}c" for i in range(settings.decoders)]
     for i, control in enumerate(decoders):
         port = free_port()
         arguments = ["--control-endpoint", control, "--http-port", str(port)]
         arguments += ["--max-model-len", str(settings.max_model_len)]
         arguments += [word for _, data in encoders for word in ("--encoders", data)]
-        add(f"decoder-{i}", "decoder_svc", port, [*compute, *arguments], cores[settings.encoders + i])
+        add(
+            f"decoder-{i}", "decoder_svc", _url("127.0.0.1", port), [*compute, *arguments], cores[settings.encoders + i]
+        )
     urls = []
     for i in range(settings.gateways):
         port = settings.port + i
@@ -141,9 +146,21 @@ def plan(settings: UpSettings, run_dir: Path, log_dir: Path) -> Plan:
         arguments += [word for control in decoders for word in ("--decoders", control)]
         for kind, limit in settings.limit_mm_per_prompt.items():
             arguments += [f"--limit-mm-per-prompt.{kind}", str(limit)]
-        add(f"gateway-{i}", "gateway_svc", port, arguments)
-        urls.append(f"http://{settings.host}:{port}")
+        urls.append(_url(settings.host, port))
+        add(f"gateway-{i}", "gateway_svc", urls[-1], arguments)
     return Plan(cache, services, ready_urls, urls)
+
+
+def _check_counts(settings: UpSettings) -> None:
+    for name, least in (("encoders", 0), ("decoders", 1), ("gateways", 1)):
+        if (count := getattr(settings, name)) < least:
+            raise ConfigError(f"--{name} {count} is too few: give at least {least}")
+
+
+def _url(host: str, port: int) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def _plan_cache(settings: UpSettings, run_dir: Path, log_dir: Path) -> tuple[str, Command | None]:
@@ -160,7 +177,7 @@ def _plan_cache(settings: UpSettings, run_dir: Path, log_dir: Path) -> tuple[str
         *(str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--dir", str(run_dir)),
         *("--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru", "--save", ""),
     ]
-    return f"unix://{path}", Command("valkey", arguments, {}, log_dir / "valkey.log")
+    return f"unix://{quote(str(path))}", Command("valkey", arguments, {}, log_dir / "valkey.log")
 
 
 class LocalStack:
@@ -178,10 +195,17 @@ class LocalStack:
 
     async def wait_ready(self, console: Console) -> None:
         """Return when all services are ready. Raises ConfigError, with the end of its log, when one ends first."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await self._wait_ready(console)
+        except TimeoutError as exc:
+            raise ConfigError(f"the services were not ready within {READY_TIMEOUT_S:.0f} s: see their logs") from exc
+
+    async def _wait_ready(self, console: Console) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             tasks = {name: progress.add_task(f"{name}: loading", total=1) for name in self._plan.ready_urls}
-            async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client, asyncio.timeout(READY_TIMEOUT_S):
+            async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
                 waiting = dict(self._plan.ready_urls)
                 while waiting:
                     for name, url in list(waiting.items()):
@@ -279,18 +303,19 @@ async def _serve(settings: UpSettings, console: Console) -> None:
 async def _start_and_run(stack: LocalStack, settings: UpSettings, planned: Plan, console: Console) -> None:
     await stack.start()
     await stack.wait_ready(console)
-    console.print(_welcome(settings, planned), highlight=False)
+    console.print(_welcome(settings, planned), highlight=False, soft_wrap=True)
     await stack.run()
 
 
 def _welcome(settings: UpSettings, planned: Plan) -> str:
     picture = "https://example.org/picture.jpg" if settings.model_name != "tandem-demo" else "demo/examples/scene.png"
     served_at = ", ".join(f"{url}/v1" for url in planned.urls)
+    elsewhere = "" if planned.urls[0] == DEFAULT_URL else f" --url {planned.urls[0]}/v1"
     return "\n".join(
         [
             f"[bold]{settings.model_name}[/bold] is served at [bold]{served_at}[/bold]",
             "Three things to try, in another terminal:",
-            f"  .venv/bin/tandem ask {picture} 'What is in this picture?'",
+            f"  .venv/bin/tandem ask{elsewhere} {picture} 'What is in this picture?'",
             f"  curl {planned.urls[0]}/v1/models",
             f"  curl {planned.urls[0]}/ready",
             f"Logs are in {settings.data_dir / 'logs'}. Ctrl-C stops everything.",

@@ -6,6 +6,7 @@ however that dies. Runs on the event loop of the parent; knows nothing of what t
 
 import asyncio
 import ctypes
+import functools
 import itertools
 import os
 import signal
@@ -58,10 +59,8 @@ class Child:
                 stderr=log,
                 env={**os.environ, **self.command.environment},
                 start_new_session=True,  # a Ctrl-C in the terminal is the parent's to pass on
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(_prepare_child, os.getpid(), self.command.cores),
             )
-        if self.command.cores:
-            os.sched_setaffinity(self._process.pid, self.command.cores)
 
     async def wait(self) -> int:
         """The exit code, when it ends."""
@@ -112,5 +111,10 @@ def share_cores(cores: Sequence[int], num_processes: int) -> list[frozenset[int]
     return [frozenset(ordered[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def _die_with_parent() -> None:
+def _prepare_child(parent: int, cores: frozenset[int]) -> None:
+    """Runs in the child before its program: its cores, and its end when the parent ends, even if that was just now."""
+    if cores:
+        os.sched_setaffinity(0, cores)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -49,9 +49,10 @@ async def serve(settings: GatewaySettings) -> None:
         decoders=settings.decoders,
         cache=cache,
         keys=keys,
+        encoder_wait_s=settings.encoder_wait_s,
     )
     fetcher = MediaFetcher(
-        FetchLimits(total_s=settings.media_timeout_s, allow_private_hosts=settings.allow_private_media_hosts)
+        FetchLimits(total_s=settings.media_timeout_s, private_hosts=frozenset(settings.allow_private_media_hosts))
     )
     app = await asyncio.to_thread(_create_app, settings, fleet, fetcher)
     server = http_server(app, settings.http_host, settings.port, drain_s=int(settings.drain_timeout_s))

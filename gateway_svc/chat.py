@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.errors import ModelFailure, ModelNotFound, TandemError, error_info
-from common.messages import GenerateRequest, Modality, SequenceTokens
-from gateway_svc.backend import Backend, MediaReport
+from common.errors import DecoderUnavailable, ModelFailure, ModelNotFound, TandemError, error_info
+from common.messages import GenerateRequest, MediaItem, Modality, SequenceTokens
+from gateway_svc.backend import Backend, MediaOutcome, MediaReport
 from gateway_svc.choice import Choice, ChoiceDelta
 from gateway_svc.conversation import conversation_of, media_options
 from gateway_svc.detokenizer import TokenTable
@@ -72,7 +72,8 @@ class ChatRun:
         self._client_label = client_label
         self._choices = [Choice(index, service.table, request.stop or []) for index in range(request.n or 1)]
         self._media: list[LoadedMedia] = []
-        self._reports: dict[str, MediaReport] = {}
+        self._items: list[MediaItem] = []
+        self._outcome_of_key: dict[str, MediaOutcome] = {}
         self._num_prompt_tokens = 0
         self._started = time.monotonic()
         self._deadline = self._started + service.request_timeout_s
@@ -86,7 +87,7 @@ class ChatRun:
             async with aclosing(self._service.backend.generate(request, self._media, self._deadline)) as events:
                 async for event in events:
                     if isinstance(event, MediaReport):
-                        self._on_report(event)
+                        self._outcome_of_key.setdefault(event.key, event.outcome)
                     elif (delta := self._on_tokens(event)) is not None:
                         yield delta
                         if all(choice.finish_reason is not None for choice in self._choices):
@@ -106,19 +107,23 @@ class ChatRun:
     @property
     def counts(self) -> TokenCounts:
         """Token counts so far."""
-        reports = self._reports.values()
+        outcomes = self._media_outcomes()
+        encoded = sum(num_tokens for _, outcome, num_tokens in outcomes if outcome == "encoded")
+        reported = sum(num_tokens for _, outcome, num_tokens in outcomes if outcome is not None)
         return TokenCounts(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=max(choice.num_cached_tokens for choice in self._choices),
-            cached_media_tokens=sum(report.num_tokens for report in reports if report.outcome != "encoded"),
-            encoded_media_tokens=sum(report.num_tokens for report in reports if report.outcome == "encoded"),
+            cached_media_tokens=reported - encoded,
+            encoded_media_tokens=encoded,
         )
 
     async def _prepare(self) -> GenerateRequest:
         """From the body to what a decoder takes. What can be refused without media is refused before its loading."""
         request, service = self._request, self._service
         max_model_len = service.backend.max_model_len
+        if not max_model_len:
+            raise DecoderUnavailable("no decoder has been seen yet: try again later", retry_after_s=5.0)
         conversation, references = conversation_of(request)
         service.media.check_counts(references)
         draft = await asyncio.to_thread(service.prompts.draft, conversation, max_model_len)
@@ -134,6 +139,7 @@ class ChatRun:
             self._media = await self._load(references, fingerprint)
         prompt = await asyncio.to_thread(service.prompts.build, draft, self._media, max_model_len)
         self._num_prompt_tokens = len(prompt.token_ids)
+        self._items = prompt.media
         return GenerateRequest(
             request_id=self._request_id,
             model=service.model_names[0],
@@ -155,11 +161,16 @@ class ChatRun:
             deadline=self._deadline,
         )
 
-    def _on_report(self, report: MediaReport) -> None:
-        modality = next((item.modality for item in self._media if item.key == report.key), None)
-        if modality is not None:
-            self._reports[report.key] = report
-            self._service.metrics.media_items.labels(modality, report.outcome).inc()
+    def _media_outcomes(self) -> list[tuple[Modality, MediaOutcome | None, int]]:
+        """Modality, outcome and tokens of each item. A picture that is there twice is encoded at most once."""
+        seen: set[str] = set()
+        outcomes: list[tuple[Modality, MediaOutcome | None, int]] = []
+        for item in self._items:
+            outcome = self._outcome_of_key.get(item.key)
+            is_repeated = item.key in seen
+            seen.add(item.key)
+            outcomes.append((item.modality, "decoder" if is_repeated and outcome else outcome, item.num_tokens))
+        return outcomes
 
     def _on_tokens(self, event: SequenceTokens) -> ChoiceDelta | None:
         """None for a choice that has ended by a stop string while others go on."""
@@ -177,6 +188,10 @@ class ChatRun:
         metrics = self._service.metrics
         metrics.prompt_tokens.inc(counts.prompt_tokens)
         metrics.completion_tokens.inc(counts.completion_tokens)
+        outcomes = self._media_outcomes()
+        for modality, media_outcome, _ in outcomes:
+            if media_outcome is not None:
+                metrics.media_items.labels(modality, media_outcome).inc()
         longest = max(choice.num_tokens for choice in self._choices)
         if outcome == "ok" and self._first_token_at is not None and longest > 1:
             metrics.tpot_seconds.observe((now - self._first_token_at) / (longest - 1))
@@ -191,11 +206,7 @@ class ChatRun:
             completion_tokens=counts.completion_tokens,
             cached_tokens=counts.cached_tokens,
             media_bytes=sum(len(item.source) for item in self._media),
-            media=[f"{item.modality}:{self._outcome_of(item)}" for item in self._media],
+            media=[f"{modality}:{media_outcome or 'unknown'}" for modality, media_outcome, _ in outcomes],
             ttft_s=ttft,
             total_s=round(now - self._started, 4),
         )
-
-    def _outcome_of(self, item: LoadedMedia) -> str:
-        report = self._reports.get(item.key)
-        return "unknown" if report is None else report.outcome

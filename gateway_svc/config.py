@@ -42,8 +42,12 @@ class GatewaySettings(CommonSettings):
     request_timeout_s: float = 600.0
     """Seconds that one request may take in all."""
 
+    encoder_wait_s: float = 30.0
+    """Seconds that media which is in no cache waits for an encoder while none is there; then 503."""
+
     media_timeout_s: float = 20.0
     """Seconds that fetching one media URL may take in all."""
 
-    allow_private_media_hosts: bool = False
-    """Fetch media URLs also from loopback, private and link-local addresses: only where clients are trusted."""
+    allow_private_media_hosts: tuple[str, ...] = ()
+    """Hosts that media URLs may name although their addresses are loopback, private or link-local, such as
+    files.internal or 10.0.0.5:8080; "*" allows all, for where clients are trusted. May be given several times."""

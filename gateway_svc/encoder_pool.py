@@ -61,6 +61,16 @@ class EncoderPeer:
         return self.control.load.queue_s if self.control.load is not None else 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A call that waits for its answer. A request that moved to another decoder may ask for one item twice."""
+
+    link: Link
+    request_id: str
+    key: str
+    reply: "asyncio.Future[Reply]"
+
+
 class EncoderPool:
     """All encoders that were configured. The owner awaits `run`."""
 
@@ -74,7 +84,7 @@ class EncoderPool:
         on_change: Callable[[], None],
     ) -> None:
         self._on_change = on_change
-        self._calls: dict[tuple[str, str], tuple[Link, asyncio.Future[Reply]]] = {}
+        self._calls: set[_Waiting] = set()
         self.changed = asyncio.Event()
 
         def link(endpoint: str, name: str) -> Link:
@@ -111,20 +121,20 @@ class EncoderPool:
 
     async def call(self, peer: EncoderPeer, request: Call, source: bytes, timeout_s: float) -> Reply:
         """Ask one encoder and wait. Raises its error, EncoderUnavailable when it is lost, or TimeoutError."""
-        name = (request.request_id, request.key)
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._calls[name] = (peer.data, future)
+        call = _Waiting(peer.data, request.request_id, request.key, asyncio.get_running_loop().create_future())
+        self._calls.add(call)
         try:
             peer.data.send(request, source)
             async with asyncio.timeout(timeout_s):
-                reply = await future
+                reply = await call.reply
         except PeerUnreachable as exc:
             raise EncoderUnavailable("the encoder is not connected") from exc
+        except asyncio.CancelledError:
+            # Only when the whole request ends: an encoder answers nothing more of a request that was cancelled.
+            peer.control.try_send(Cancel(request_id=request.request_id))
+            raise
         finally:
-            if self._calls.get(name, (None, None))[1] is future:
-                del self._calls[name]
-            if not future.done() or future.cancelled():
-                peer.control.try_send(Cancel(request_id=request.request_id))
+            self._calls.discard(call)
         if reply.error is not None:
             raise error_from_detail(reply.error)
         return reply
@@ -138,15 +148,16 @@ class EncoderPool:
         if not isinstance(message, EncodeReply | ProbeReply):
             logger.warning("an encoder sent an unexpected message", message=type(message).__name__)
             return
-        _, future = self._calls.get((message.request_id, message.key), (None, None))
-        if future is not None and not future.done():
-            future.set_result(message)
+        for call in self._calls:
+            is_asked = (call.link, call.request_id, call.key) == (link, message.request_id, message.key)
+            if is_asked and not call.reply.done():
+                call.reply.set_result(message)
 
     def _on_down(self, link: Link, instance_id: str) -> None:
         error: TandemError = EncoderUnavailable("the encoder went away while it worked on an item")
-        for used, future in self._calls.values():
-            if used is link and not future.done():
-                future.set_exception(error)
+        for call in self._calls:
+            if call.link is link and not call.reply.done():
+                call.reply.set_exception(error)
         self._changed()
 
     def _changed(self) -> None:

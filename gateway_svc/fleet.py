@@ -5,25 +5,26 @@ read from there when no encoder is alive. Runs on the event loop; knows nothing 
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 import zmq.asyncio
 
 from common import __version__
 from common.embedding_cache import EmbeddingCache, FleetFacts
-from common.errors import EncoderUnavailable, TandemError, error_info
+from common.errors import DeadlineExceeded, EncoderUnavailable, ProtocolError, TandemError, error_info
 from common.messages import GenerateRequest, Hello, MediaOptions, ProbeReply, ProbeRequest, VideoFacts
 from common.metrics import Counter, Gauge
 from common.transport import CurveKeys
 from gateway_svc.backend import GenerationEvent
 from gateway_svc.decoder_pool import DecoderPool
-from gateway_svc.encoder_pool import EncoderAddress, EncoderPool
+from gateway_svc.encoder_pool import EncoderAddress, EncoderPeer, EncoderPool
 from gateway_svc.generation import Generation
 from gateway_svc.media import LoadedMedia
-from gateway_svc.media_resolver import wait_for_change
+from gateway_svc.media_resolver import ENCODER_WAIT_S, wait_for_change
 from gateway_svc.routing import rendezvous_order
 
 logger = structlog.get_logger(__name__)
@@ -32,7 +33,7 @@ PEERS_READY = Gauge("tandem_gateway_peers_ready", "Services that accept work", [
 PROBES = Counter("tandem_gateway_probes_total", "Videos whose grid was asked for", ["outcome"])
 MAX_PROBE_TRIES = 4
 PROBE_TIMEOUT_S = 60.0
-FINGERPRINT_WAIT_S = 10.0
+REMEMBER_EVERY_S = 60.0
 
 
 class Fleet:
@@ -48,9 +49,11 @@ class Fleet:
         decoders: Sequence[str],
         cache: EmbeddingCache | None,
         keys: CurveKeys | None,
+        encoder_wait_s: float = ENCODER_WAIT_S,
     ) -> None:
         self._model = model
         self._cache = cache
+        self._encoder_wait_s = encoder_wait_s
         self._fingerprint: str | None = None
         self._hello = Hello(
             role="gateway",
@@ -59,7 +62,6 @@ class Fleet:
             version=__version__,
             is_ready=True,
         )
-        self._remembering: set[asyncio.Task[None]] = set()
         self.encoders = EncoderPool(context, encoders, self.hello, keys=keys, on_change=self._on_encoder_change)
         self.decoders = DecoderPool(context, decoders, self.hello, keys=keys)
 
@@ -73,6 +75,8 @@ class Fleet:
             tasks.create_task(self.encoders.run())
             tasks.create_task(self.decoders.run())
             tasks.create_task(self._measure())
+            if self._cache is not None:
+                tasks.create_task(self._remember(self._cache))
 
     # Backend
 
@@ -88,18 +92,16 @@ class Fleet:
 
     async def fingerprint(self) -> str:
         """The fingerprint of a ready encoder; without one the last that was known, here or in Redis."""
-        ready = self.encoders.ready()
-        if ready and (hello := ready[min(ready)].hello) is not None and hello.fingerprint is not None:
-            return hello.fingerprint
-        if self._fingerprint is not None:
-            return self._fingerprint
-        remembered = await self._cache.get_fleet(self._model) if self._cache is not None else None
-        if remembered is not None:
-            self._fingerprint = remembered.fingerprint
-            return remembered.fingerprint
+        deadline = time.monotonic() + self._encoder_wait_s
         error = EncoderUnavailable("no encoder has been seen yet: try again later", retry_after_s=5.0)
-        await wait_for_change(self.encoders.changed, time.monotonic() + FINGERPRINT_WAIT_S, error)
-        return await self.fingerprint()
+        while True:
+            changed = self.encoders.changed
+            if (known := self._ready_fingerprint() or self._fingerprint) is not None:
+                return known
+            remembered = await self._cache.get_fleet(self._model) if self._cache is not None else None
+            if remembered is not None:
+                return remembered.fingerprint
+            await wait_for_change(changed, deadline, error)
 
     async def probe_video(self, key: str, options: MediaOptions, source: bytes, deadline: float) -> VideoFacts:
         """A video's facts, from Redis or from the encoder that will probably encode it."""
@@ -108,37 +110,59 @@ class Fleet:
             PROBES.labels("cached").inc()
             return facts
         error: TandemError = EncoderUnavailable("no encoder is available to read this video", retry_after_s=5.0)
-        for _ in range(MAX_PROBE_TRIES):
-            changed, peers = self.encoders.changed, self.encoders.ready()
-            if not peers:
-                await wait_for_change(changed, deadline, error)
-                continue
-            peer = peers[rendezvous_order(key, list(peers))[0]]
-            time_left_s = max(0.0, deadline - time.monotonic())
-            request = ProbeRequest(request_id=uuid.uuid4().hex, key=key, options=options, time_left_s=time_left_s)
+        failed: list[str] = []
+        while len(failed) < MAX_PROBE_TRIES:
+            name, peer = await self._owner(key, failed, deadline, error)
             try:
-                reply = await self.encoders.call(peer, request, source, min(PROBE_TIMEOUT_S, time_left_s + 1.0))
-            except TandemError as failure:
-                if not error_info(failure).is_retryable:
-                    raise
-                error = failure
-                continue
+                facts = await self._probe(peer, key, options, source, deadline)
             except TimeoutError:
-                continue
-            assert isinstance(reply, ProbeReply)
-            if reply.facts is not None:
+                error = DeadlineExceeded("the video could not be read in the time that the request was given")
+            except TandemError as failure:
+                error = failure
+            else:
                 PROBES.labels("asked").inc()
                 if self._cache is not None:
-                    await self._cache.put_video_facts(key, reply.facts)
-                return reply.facts
+                    await self._cache.put_video_facts(key, facts)
+                return facts
+            if not error_info(error).is_retryable or time.monotonic() >= deadline:
+                break
+            failed.append(name)
         raise error
+
+    async def _owner(
+        self, key: str, failed: Sequence[str], deadline: float, error: TandemError
+    ) -> tuple[str, EncoderPeer]:
+        """The first owner of a key that has failed least; waits for an encoder when there is none."""
+        deadline = min(deadline, time.monotonic() + self._encoder_wait_s)
+        while True:
+            changed, peers = self.encoders.changed, self.encoders.ready()
+            if peers:
+                name = min(rendezvous_order(key, list(peers)), key=failed.count)
+                return name, peers[name]
+            await wait_for_change(changed, deadline, error)
+
+    async def _probe(
+        self, peer: EncoderPeer, key: str, options: MediaOptions, source: bytes, deadline: float
+    ) -> VideoFacts:
+        time_left_s = min(PROBE_TIMEOUT_S, max(0.0, deadline - time.monotonic()))
+        request = ProbeRequest(request_id=uuid.uuid4().hex, key=key, options=options, time_left_s=time_left_s)
+        reply = await self.encoders.call(peer, request, source, time_left_s + 1.0)
+        if not isinstance(reply, ProbeReply) or reply.facts is None:
+            raise ProtocolError("an encoder answered a probe with neither facts nor an error")
+        return reply.facts
 
     def generate(
         self, request: GenerateRequest, media: Sequence[LoadedMedia], deadline: float
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Events of one request; see `Backend`."""
         generation = Generation(
-            request, media, deadline, decoders=self.decoders, encoders=self.encoders, cache=self._cache
+            request,
+            media,
+            deadline,
+            decoders=self.decoders,
+            encoders=self.encoders,
+            cache=self._cache,
+            encoder_wait_s=self._encoder_wait_s,
         )
         return generation.events()
 
@@ -155,18 +179,24 @@ class Fleet:
             "redis": "off" if self._cache is None else "ok" if self._cache.is_available else "failing",
         }
 
-    def _on_encoder_change(self) -> None:
-        for peer in self.encoders.peers:
-            hello = peer.hello
-            if hello is not None and hello.fingerprint is not None and hello.fingerprint != self._fingerprint:
-                self._fingerprint = hello.fingerprint
-                if self._cache is not None:
-                    self._remember(self._cache.put_fleet(self._model, FleetFacts(hello.fingerprint)))
+    def _ready_fingerprint(self) -> str | None:
+        """That of the first ready encoder by id, so that all gateways of a changing fleet agree."""
+        ready = self.encoders.ready()
+        hello = ready[min(ready)].hello if ready else None
+        return hello.fingerprint if hello is not None else None
 
-    def _remember(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._remembering.add(task)
-        task.add_done_callback(self._remembering.discard)
+    def _on_encoder_change(self) -> None:
+        self._fingerprint = self._ready_fingerprint() or self._fingerprint
+
+    async def _remember(self, cache: EmbeddingCache) -> None:
+        """Keep the fingerprint in Redis, for gateways that start when no encoder is alive."""
+        while True:
+            changed = self.encoders.changed
+            if self._fingerprint is not None:
+                await cache.put_fleet(self._model, FleetFacts(self._fingerprint))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REMEMBER_EVERY_S):
+                    await changed.wait()
 
     async def _measure(self) -> None:
         while True:

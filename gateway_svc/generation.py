@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from common.embedding_cache import EmbeddingCache
-from common.errors import DeadlineExceeded, DecoderUnavailable, PeerUnreachable, TandemError, error_info
+from common.errors import DeadlineExceeded, DecoderUnavailable, PeerUnreachable, ProtocolError, TandemError, error_info
 from common.link import Link
 from common.messages import GenerateRequest, MediaAt, MediaNeeded, SequenceTokens
 from common.metrics import Counter
@@ -23,7 +23,7 @@ from gateway_svc.backend import GenerationEvent, MediaOutcome, MediaReport
 from gateway_svc.decoder_pool import DecoderEvent, DecoderLost, DecoderPool, Run
 from gateway_svc.encoder_pool import EncoderPool
 from gateway_svc.media import LoadedMedia
-from gateway_svc.media_resolver import MediaResolver, wait_for_change
+from gateway_svc.media_resolver import ENCODER_WAIT_S, MediaResolver, wait_for_change
 
 logger = structlog.get_logger(__name__)
 
@@ -44,6 +44,7 @@ class Generation:
         decoders: DecoderPool,
         encoders: EncoderPool,
         cache: EmbeddingCache | None,
+        encoder_wait_s: float = ENCODER_WAIT_S,
     ) -> None:
         self._request = request
         self._media = media
@@ -52,6 +53,8 @@ class Generation:
         self._outputs: list[list[int]] = [list(o) for o in request.outputs] or [[] for _ in range(request.sampling.n)]
         self._finished: set[int] = set()
         self._reported: set[str] = set()
+        self._asked: set[str] = set()  # keys that some decoder needed
+        self._resolving: set[str] = set()  # keys that a source is being looked for
         self._failed_links: list[Link] = []
         self._run: Run | None = None
         self._events: asyncio.Queue[DecoderEvent | MediaReport | TandemError] = asyncio.Queue()
@@ -63,6 +66,7 @@ class Generation:
             encoders=encoders,
             cache=cache,
             deadline=deadline,
+            encoder_wait_s=encoder_wait_s,
             on_found=self._on_media_found,
         )
 
@@ -88,9 +92,13 @@ class Generation:
             changed = self._decoders.changed
             link = self._decoders.pick(self._failed_links)
             if link is not None:
-                with contextlib.suppress(PeerUnreachable):  # it left this moment; the change is announced
+                try:
                     self._run = self._decoders.begin(link, self._attempt(attempt), self._events.put_nowait)
                     return self._run
+                except PeerUnreachable:  # it left this moment, or does not read
+                    if link not in self._failed_links:
+                        self._failed_links.append(link)
+                        continue
             error = DecoderUnavailable("no decoder is available: try again later", retry_after_s=1.0)
             await wait_for_change(changed, min(self._deadline, time.monotonic() + 30.0), error)
 
@@ -134,18 +142,22 @@ class Generation:
 
     def _need(self, event: MediaNeeded) -> list[MediaReport]:
         """Look for sources. Items that a new attempt does not ask for are the decoder's already."""
-        task = asyncio.create_task(self._resolve(event), name="resolve-media")
-        self._media_tasks.add(task)
-        task.add_done_callback(self._media_tasks.discard)
+        # What is being looked for is told to the decoder of the time: a new attempt needs no second search.
+        if keys := [key for key in event.keys if key not in self._resolving]:
+            self._resolving.update(keys)
+            task = asyncio.create_task(self._resolve(keys, event.failed_source), name="resolve-media")
+            self._media_tasks.add(task)
+            task.add_done_callback(self._media_tasks.discard)
+        self._asked.update(event.keys)
         if event.failed_source is not None:
             return []
-        present = [item for item in self._media if item.key not in event.keys and item.key not in self._reported]
+        present = [item for item in self._media if item.key not in self._asked and item.key not in self._reported]
         self._reported.update(item.key for item in present)
         return [MediaReport(item.key, "decoder", self._num_tokens(item)) for item in present]
 
-    async def _resolve(self, event: MediaNeeded) -> None:
+    async def _resolve(self, keys: Sequence[str], failed_source: str | None) -> None:
         try:
-            await self._resolver.resolve(event.keys, event.failed_source)
+            await self._resolver.resolve(keys, failed_source)
         except* TandemError as group:
             self._events.put_nowait(_first(group))
         except* Exception as group:
@@ -153,6 +165,7 @@ class Generation:
             self._events.put_nowait(TandemError("an internal error kept the media from being encoded"))
 
     def _on_media_found(self, item: LoadedMedia, source: str, was_encoded: bool) -> None:
+        self._resolving.discard(item.key)
         if self._run is not None:
             self._run.link.try_send(MediaAt(request_id=self._request.request_id, key=item.key, source=source))
         if item.key not in self._reported:
@@ -167,21 +180,21 @@ class Generation:
         """New tokens of one choice, without those that were seen before; None when there are none."""
         if event.finish_reason == "error" and event.error is not None:
             error = error_from_detail(event.error)
-            if (
-                not error_info(error).is_retryable
-                or len(self._decoders.ready) < 2
-                or isinstance(error, DeadlineExceeded)
-            ):
+            tried = [*self._failed_links, run.link]
+            is_last = all(link in tried for link in self._decoders.ready)
+            if is_last or not error_info(error).is_retryable or isinstance(error, DeadlineExceeded):
                 raise error
             self._give_up(run)
             return None
         if event.finish_reason in ("hand_over", "cancelled"):
             self._give_up(run)
             return None
-        output = self._outputs[event.choice]
-        seen = len(output) - event.offset
-        if seen < 0 or event.choice in self._finished:
-            raise TandemError("a decoder skipped tokens of an answer")
+        if event.choice in self._finished:
+            return None  # a resumed request carries its finished choices along, and they end once more
+        output = self._outputs[event.choice] if event.choice < len(self._outputs) else None
+        seen = -1 if output is None else len(output) - event.offset
+        if output is None or seen < 0:
+            raise ProtocolError("a decoder skipped tokens of an answer, or answered for a choice that is not there")
         tokens = event.tokens[seen:]
         output.extend(tokens)
         if output:
@@ -200,13 +213,17 @@ class Generation:
 
     async def _close(self) -> None:
         if self._run is not None:
-            self._decoders.end(self._run, is_finished=len(self._finished) == len(self._outputs))
+            # Elsewhere, choices that had ended before may still be running.
+            is_first = self._run.attempt == self._request.attempt
+            self._decoders.end(self._run, is_finished=is_first and len(self._finished) == len(self._outputs))
             self._run = None
-        for task in self._media_tasks:
-            task.cancel()
-        if self._media_tasks:
-            await asyncio.wait(self._media_tasks, timeout=CANCEL_WAIT_S)
-        self._resolver.release()
+        try:
+            for task in self._media_tasks:
+                task.cancel()
+            if self._media_tasks:
+                await asyncio.wait(self._media_tasks, timeout=CANCEL_WAIT_S)
+        finally:
+            self._resolver.release()
 
 
 def _first(group: BaseExceptionGroup[TandemError]) -> TandemError:

@@ -6,6 +6,7 @@ needs keys and source bytes). Knows nothing of HTTP, prompts or sockets.
 
 from dataclasses import dataclass, field
 
+from common.errors import TandemError
 from common.messages import Grid, MediaOptions, Modality, VideoFacts
 
 
@@ -29,3 +30,9 @@ class LoadedMedia:
     source: bytes = field(repr=False)
     param: str
     facts: VideoFacts | None = None
+
+
+def naming(error: TandemError, param: str) -> TandemError:
+    """The same error, with its text and `param` naming the item."""
+    message = error.message if param in error.message else f"{param}: {error.message}"
+    return type(error)(message, param=param, retry_after_s=error.retry_after_s)

@@ -22,12 +22,16 @@ _MAX_URL_CHARACTERS = 8192
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """How far one fetch may go. `allow_private_hosts` is for closed networks and tests."""
+    """How far one fetch may go.
+
+    `private_hosts` may be contacted although their addresses are private: names as in the URL, with or without a
+    port, or "*" for any. A redirect to another private host is still refused.
+    """
 
     total_s: float = 20.0
     connect_s: float = 5.0
     max_redirects: int = 3
-    allow_private_hosts: bool = False
+    private_hosts: frozenset[str] = frozenset()
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -117,7 +121,8 @@ class MediaFetcher:
             addresses = await self._resolver(url.raw_host.decode("ascii").strip("[]"), port)
         except (OSError, UnicodeError) as exc:
             raise MediaFetchFailed(f"{param}: the name of the media host cannot be resolved", param=param) from exc
-        if not self._limits.allow_private_hosts and not all(map(is_public, addresses)):
+        is_exempt = not self._limits.private_hosts.isdisjoint({"*", url.host, f"{url.host}:{port}"})
+        if not is_exempt and not all(map(is_public, addresses)):
             raise InvalidRequest(
                 f"{param}: the URL's host is in a private or reserved network, which may not be contacted", param=param
             )

@@ -16,7 +16,7 @@ from common.processor_config import ProcessorConfig
 from common.vision_grid import image_grid
 from gateway_svc.backend import Backend
 from gateway_svc.data_uri import decode_data_uri
-from gateway_svc.media import LoadedMedia, MediaReference
+from gateway_svc.media import LoadedMedia, MediaReference, naming
 from gateway_svc.media_fetch import MediaFetcher
 
 # Below this, hashing (about 1 GB/s) takes less time than a thread's start.
@@ -113,15 +113,9 @@ class MediaLoader:
                 facts = await self._backend.probe_video(key, options, source, deadline)
                 grid = facts.grid
         except TandemError as error:
-            raise _naming(error, reference.param) from error
+            raise naming(error, reference.param) from error
         return LoadedMedia(key, reference.modality, options, grid, source, reference.param, facts)
 
     def _image_grid(self, source: bytes, options: MediaOptions) -> Grid:
         header = read_image_header(source, max_canvas_pixels=self._limits.max_canvas_pixels)
         return image_grid(header.width, header.height, self._config.with_options(options).image)
-
-
-def _naming(error: TandemError, param: str) -> TandemError:
-    """The same error, with its text and `param` naming the item."""
-    message = error.message if param in error.message else f"{param}: {error.message}"
-    return type(error)(message, param=param, retry_after_s=error.retry_after_s)

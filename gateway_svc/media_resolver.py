@@ -1,7 +1,7 @@
 """Finds a source for each embedding that a decoder needs: Redis first, then the encoder that owns the key.
 
 Owns the order of tries and what an item's failure means; one resolver serves one request. A source that failed is
-not named again. With no encoder to ask it waits for one until the deadline. Runs on the event loop.
+not named again. With no encoder to ask it waits for one, within limits. Runs on the event loop.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ import structlog
 
 from common.embedding import ExpectedEmbedding
 from common.embedding_cache import EmbeddingCache
-from common.errors import EncoderUnavailable, ModelFailure, TandemError, error_info
+from common.errors import EncoderUnavailable, TandemError, error_info
 from common.messages import EncodeReply, EncodeRequest
 from common.metrics import SECONDS_BUCKETS, Counter, Histogram
 from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
-from gateway_svc.media import LoadedMedia
+from gateway_svc.media import LoadedMedia, naming
 from gateway_svc.routing import owner_bounded_by_load, rendezvous_order
 
 logger = structlog.get_logger(__name__)
@@ -25,6 +25,7 @@ ENCODE_RETRIES = Counter("tandem_gateway_encode_retries_total", "Items sent to a
 ENCODE_SECONDS = Histogram("tandem_gateway_encode_seconds", "EncodeRequest to EncodeReply", buckets=SECONDS_BUCKETS)
 
 REDIS = "redis"
+ENCODER_WAIT_S = 30.0
 MAX_TRIES = 6
 TRY_TIMEOUT_S = 120.0
 
@@ -43,6 +44,7 @@ class MediaResolver:
         encoders: EncoderPool,
         cache: EmbeddingCache | None,
         deadline: float,
+        encoder_wait_s: float,
         on_found: Found,
     ) -> None:
         self._request_id = request_id
@@ -51,6 +53,7 @@ class MediaResolver:
         self._encoders = encoders
         self._cache = cache
         self._deadline = deadline
+        self._encoder_wait_s = encoder_wait_s
         self._on_found = on_found
         self._failed: dict[str, set[str]] = {}
         self._num_tries: dict[str, int] = {}
@@ -58,7 +61,7 @@ class MediaResolver:
 
     async def resolve(self, keys: Sequence[str], failed_source: str | None) -> None:
         """Name a source for each key. Raises a group of the errors that no other source can mend."""
-        items = [self._items[key] for key in keys if key in self._items]
+        items = [self._items[key] for key in dict.fromkeys(keys) if key in self._items]
         if failed_source is not None:
             for item in items:
                 self._failed.setdefault(item.key, set()).add(failed_source)
@@ -84,29 +87,31 @@ class MediaResolver:
         )
 
     async def _encode(self, item: LoadedMedia) -> None:
-        while True:
-            tries = self._num_tries[item.key] = self._num_tries.get(item.key, 0) + 1
-            if tries > MAX_TRIES:
-                raise ModelFailure(f"the {item.modality} could not be encoded in {MAX_TRIES} tries", param=item.param)
+        error: TandemError = EncoderUnavailable(f"decoders could not fetch this {item.modality} from any encoder")
+        while self._num_tries.get(item.key, 0) < MAX_TRIES:
+            self._num_tries[item.key] = self._num_tries.get(item.key, 0) + 1
             instance_id, peer = await self._next_encoder(item)
             began = time.monotonic()
             try:
                 reply = await self._ask(peer, item)
-            except (TandemError, TimeoutError) as error:
-                if isinstance(error, TandemError) and not error_info(error).is_retryable:
-                    error.param = item.param
-                    raise
-                logger.warning("an encoder failed; another is asked", encoder=instance_id, reason=str(error)[:200])
-                ENCODE_RETRIES.inc()
-                self._failed.setdefault(item.key, set()).add(instance_id)
-                continue
-            ENCODE_SECONDS.observe(time.monotonic() - began)
-            self._on_found(item, instance_id, not reply.was_held)
-            return
+            except TimeoutError:
+                error = EncoderUnavailable(f"the encoder did not answer within {TRY_TIMEOUT_S:.0f} s")
+            except TandemError as failure:
+                error = failure
+            else:
+                ENCODE_SECONDS.observe(time.monotonic() - began)
+                self._on_found(item, instance_id, not reply.was_held)
+                return
+            if not error_info(error).is_retryable or time.monotonic() >= self._deadline:
+                break
+            logger.warning("an encoder failed; another is asked", encoder=instance_id, reason=str(error)[:200])
+            ENCODE_RETRIES.inc()
+            self._failed.setdefault(item.key, set()).add(instance_id)
+        raise naming(error, item.param)
 
     async def _ask(self, peer: EncoderPeer, item: LoadedMedia) -> EncodeReply:
         assert self._fingerprint is not None
-        time_left_s = max(0.0, self._deadline - time.monotonic())
+        time_left_s = min(TRY_TIMEOUT_S, max(0.0, self._deadline - time.monotonic()))
         request = EncodeRequest(
             request_id=self._request_id,
             key=item.key,
@@ -118,13 +123,14 @@ class MediaResolver:
         )
         if peer not in self._used:
             self._used.append(peer)
-        reply = await self._encoders.call(peer, request, item.source, min(TRY_TIMEOUT_S, time_left_s + 1.0))
+        reply = await self._encoders.call(peer, request, item.source, time_left_s + 1.0)
         assert isinstance(reply, EncodeReply)
         return reply
 
     async def _next_encoder(self, item: LoadedMedia) -> tuple[str, EncoderPeer]:
         """The first owner of the key that has not failed; a failed one again only when all have."""
         failed = self._failed.get(item.key, set())
+        deadline = min(self._deadline, time.monotonic() + self._encoder_wait_s)
         while True:
             changed = self._encoders.changed
             peers = self._encoders.ready(self._fingerprint)
@@ -137,7 +143,7 @@ class MediaResolver:
                 continue
             if chosen is not None:
                 return chosen, peers[chosen]
-            await wait_for_change(changed, self._deadline, self._no_encoder(item))
+            await wait_for_change(changed, deadline, self._no_encoder(item))
 
     def _no_encoder(self, item: LoadedMedia) -> EncoderUnavailable:
         return EncoderUnavailable(

@@ -5,6 +5,8 @@ ours. A body beyond the limit is refused by its declared length, or as soon as i
 that streams pass through untouched.
 """
 
+import asyncio
+import contextlib
 import re
 import time
 import uuid
@@ -17,10 +19,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import PayloadTooLarge
+from common.errors import InvalidRequest, PayloadTooLarge, TandemError
 from gateway_svc.http_errors import error_response, internal_error
 from gateway_svc.http_metrics import HttpMetrics
 
+MAX_HEADER_BYTES = 32 << 10
+DISCARD_S = 5.0
+DISCARD_PAUSE_S = 0.5
 _LABEL = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 logger = structlog.get_logger(__name__)
 
@@ -74,14 +79,24 @@ class RequestMiddleware:
             self._metrics.request_seconds.labels(route).observe(time.monotonic() - started)
 
     async def _serve(self, scope: Scope, receive: Receive, response: "_Response") -> None:
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            response.unread = receive
+            await error_response(refusal, {"connection": "close"})(scope, receive, response.send)
+            return
+        await self._app(scope, self._limited(receive, response), response.send)
+
+    def _refusal(self, scope: Scope) -> TandemError | None:
+        """What is wrong with a request by its headers alone."""
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if num_bytes > MAX_HEADER_BYTES:
+            return InvalidRequest(f"the headers have {num_bytes} bytes, above the limit of {MAX_HEADER_BYTES}")
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and (len(declared) > 19 or int(declared) > self._max_body_bytes):
-            refusal = error_response(PayloadTooLarge(self._too_large()), {"connection": "close"})
-            await refusal(scope, receive, response.send)
-            return
-        await self._app(scope, self._limited(receive), response.send)
+            return PayloadTooLarge(self._too_large())
+        return None
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive, response: "_Response") -> Receive:
         num_bytes = 0
 
         async def limited() -> Message:
@@ -89,6 +104,7 @@ class RequestMiddleware:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
+                response.unread = receive if message.get("more_body") else None
                 # The framework passes this one on, whoever reads the body.
                 raise HTTPException(413, self._too_large(), {"connection": "close"})
             return message
@@ -100,10 +116,15 @@ class RequestMiddleware:
 
 
 class _Response:
-    """The send side of one request: adds the id and remembers the status."""
+    """The send side of one request: adds the id and remembers the status.
+
+    With `unread`, the rest of a refused body, the response ends when that has been read: a connection that is closed
+    with bytes unread is reset, and then a client that still sends never sees the refusal.
+    """
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.status: int | None = None
+        self.unread: Receive | None = None
         self._send = send
         self._request_id = request_id
 
@@ -112,4 +133,17 @@ class _Response:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        is_last = message["type"] == "http.response.body" and not message.get("more_body")
+        if is_last and self.unread is not None:
+            await self._send({**message, "more_body": True})
+            await _discard(self.unread)
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read a body and forget it, for a short time and while it keeps coming."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while (await asyncio.wait_for(receive(), DISCARD_PAUSE_S)).get("more_body"):
+                pass

@@ -57,7 +57,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
             known["max_tokens"] = values["max_new_tokens"]
         defaults = msgspec.convert(known, cls)
         # The message's own bounds: an absurd value stops the start rather than every request.
-        msgspec.convert({**known, "max_tokens": defaults.max_tokens or 1, "seed": 0}, SamplingParams)
+        msgspec.convert(
+            {**known, "max_tokens": 1 if defaults.max_tokens is None else defaults.max_tokens, "seed": 0},
+            SamplingParams,
+        )
         return defaults
 
 

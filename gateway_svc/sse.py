@@ -7,7 +7,7 @@ what the events say. Runs in the request's task.
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from common.errors import Cancelled, TandemError
 from gateway_svc.http_errors import error_body, internal_error
 
+MAX_PENDING = 1024
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -31,41 +32,57 @@ def encode_event(value: object) -> bytes:
 
 
 class Puller(Generic[T]):
-    """Takes items from a producer, for as long as the client is there.
+    """Runs a producer in a task of its own and hands over what there is, for as long as the client is there.
 
-    A pull that times out leaves the producer at work. Close it in every case: that ends the producer.
+    A pull that times out leaves the producer at work; a slow client holds it up once `MAX_PENDING` items wait. Close
+    it in every case: that ends the producer.
     """
 
     def __init__(self, source: AsyncGenerator[T, None], receive: Receive) -> None:
         self._source = source
-        self._next: asyncio.Task[T] | None = None
+        self._items: list[T] = []
+        self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._producer = asyncio.create_task(self._produce())
         self._client_gone = asyncio.create_task(_disconnect(receive))
+        for task in (self._producer, self._client_gone):
+            task.add_done_callback(lambda _: self._changed.set())
 
-    async def pull(self, timeout_s: float | None) -> T | None:
-        """The next item, or None when there is none yet.
+    async def pull(self, timeout_s: float | None) -> list[T]:
+        """All items since the last pull, after waiting for the first; none when there was none in time.
 
         Raises StopAsyncIteration at the end, Cancelled when the client left, and what the producer raises.
         """
-        if self._next is None:
-            self._next = asyncio.ensure_future(anext(self._source))
-        waiting: set[asyncio.Future[Any]] = {self._next, self._client_gone}
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._next.done():
-            done, self._next = self._next, None
-            return done.result()
-        if self._client_gone.done():
-            raise Cancelled("the client closed the connection")
-        return None
+        if not (self._items or self._producer.done() or self._client_gone.done()):
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return []
+        if self._items:
+            items, self._items = self._items, []
+            self._has_room.set()
+            return items
+        if self._producer.done():
+            self._producer.result()
+            raise StopAsyncIteration
+        raise Cancelled("the client closed the connection")
 
     async def aclose(self) -> None:
         """Stop the producer and wait until it has cleaned up."""
-        tasks: list[asyncio.Task[Any]] = [self._client_gone]
-        if self._next is not None:
-            tasks.append(self._next)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._producer.cancel()
+        self._client_gone.cancel()
+        await asyncio.gather(self._producer, self._client_gone, return_exceptions=True)
         await self._source.aclose()
+
+    async def _produce(self) -> None:
+        async for item in self._source:
+            self._items.append(item)
+            self._changed.set()
+            if len(self._items) >= MAX_PENDING:
+                self._has_room.clear()
+                await self._has_room.wait()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -78,9 +95,7 @@ async def collect(puller: Puller[T]) -> list[T]:
     items: list[T] = []
     try:
         while True:
-            item = await puller.pull(None)
-            if item is not None:
-                items.append(item)
+            items += await puller.pull(None)
     except StopAsyncIteration:
         return items
     finally:
@@ -106,7 +121,7 @@ class EventWriter(Protocol[T_contra]):
 async def open_stream(
     puller: Puller[T], writer: EventWriter[T], *, open_s: float, keep_alive_s: float, request_id: str
 ) -> Response:
-    """Wait for the first item, at most `open_s`, and answer with a stream. Earlier errors are raised."""
+    """Wait for the first items, at most `open_s`, and answer with a stream. Earlier errors are raised."""
     try:
         first = await puller.pull(open_s)
     except BaseException:
@@ -121,7 +136,7 @@ class EventStreamResponse(Response, Generic[T]):
     media_type = "text/event-stream"
 
     def __init__(
-        self, puller: Puller[T], writer: EventWriter[T], first: T | None, *, keep_alive_s: float, request_id: str
+        self, puller: Puller[T], writer: EventWriter[T], first: list[T], *, keep_alive_s: float, request_id: str
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -148,16 +163,13 @@ class EventStreamResponse(Response, Generic[T]):
             await self._puller.aclose()
 
     async def _blocks(self) -> AsyncGenerator[bytes, None]:
-        item = self._first
+        items = self._first
         is_open = False
         try:
             while True:
-                if item is None:
-                    yield KEEP_ALIVE
-                else:
-                    yield b"".join(self._encoded(item, with_opening=not is_open))
-                    is_open = True
-                item = await self._puller.pull(self._keep_alive_s)
+                yield b"".join(self._encoded(items, with_opening=not is_open)) if items else KEEP_ALIVE
+                is_open = is_open or bool(items)
+                items = await self._puller.pull(self._keep_alive_s)
         except StopAsyncIteration:
             yield b"".join([*map(encode_event, self._writer.closing()), DONE])
         except Cancelled:
@@ -168,7 +180,8 @@ class EventStreamResponse(Response, Generic[T]):
             logger.exception("a stream failed", request_id=self._request_id)
             yield encode_event(error_body(internal_error(self._request_id)))
 
-    def _encoded(self, item: T, *, with_opening: bool) -> Iterator[bytes]:
+    def _encoded(self, items: Iterable[T], *, with_opening: bool) -> Iterator[bytes]:
         if with_opening:
             yield from map(encode_event, self._writer.opening())
-        yield from map(encode_event, self._writer.events(item))
+        for item in items:
+            yield from map(encode_event, self._writer.events(item))

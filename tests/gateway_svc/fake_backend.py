@@ -96,7 +96,7 @@ class FakeBackend:
         self.requests.append(request)
         self.media.append(list(media))
         try:
-            for item in request.media:
+            for item in {item.key: item for item in request.media}.values():
                 yield MediaReport(item.key, self.media_outcome, item.num_tokens)
             for number, event in enumerate(self._events(request)):
                 if self.before_token is not None:

@@ -33,7 +33,7 @@ class MediaHost:
             "/cut": b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n" + BODY,
             "/nonsense": b"SSH-2.0-x\r\n\r\n",
         }
-        return fixed[path]
+        return fixed[path.partition("?")[0]]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

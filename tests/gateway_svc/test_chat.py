@@ -333,3 +333,12 @@ async def test_the_documentation_lists_the_request_s_fields() -> None:
 async def test_an_error_of_a_url_names_its_item() -> None:
     setup = harness(FakeBackend(error=MediaFetchFailed("messages[0].content[0]: x", param="messages[0].content[0]")))
     assert (await setup.chat()).json()["error"]["param"] == "messages[0].content[0]"
+
+
+async def test_before_any_decoder_was_seen_the_answer_is_503_and_not_that_the_prompt_is_too_long() -> None:
+    setup = harness(FakeBackend(max_model_len=0, vocab_size=0, ready=False))
+    response = await setup.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "decoder_unavailable"
+    assert response.headers["retry-after"] == "5"
+    assert setup.backend.requests == []

@@ -23,7 +23,7 @@ def pieces(token_ids: list[int]) -> list[str]:
 
 
 @given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_tokens_stream_to_the_decoding_of_the_whole(token_ids: list[int]) -> None:
     assert "".join(pieces(token_ids)) == TOKENIZER.decode(token_ids, skip_special_tokens=True)
 
@@ -68,7 +68,7 @@ def first_complete(text: str, stops: list[str]) -> str:
     st.lists(st.text(alphabet="ab<|>", min_size=1, max_size=5), max_size=4),
     st.data(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_stop_strings_cut_alike_however_the_text_is_chunked(text: str, stops: list[str], data: st.DataObject) -> None:
     checker = StopStrings(stops)
     shown, rest = "", text

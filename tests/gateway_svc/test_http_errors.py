@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from common.errors import ERROR_TABLE
@@ -232,9 +233,10 @@ async def test_a_declared_body_beyond_the_limit_is_refused_unread() -> None:
     assert response.headers["connection"] == "close"
 
 
-async def test_an_undeclared_body_beyond_the_limit_is_refused_while_it_arrives() -> None:
+async def test_an_undeclared_body_beyond_the_limit_is_refused_while_it_arrives_and_its_rest_discarded() -> None:
     setup = harness(limits=HttpLimits(max_body_bytes=1000))
     num_read = 0
+    num_read_when_refused = 0
 
     async def endless() -> Any:
         nonlocal num_read
@@ -242,12 +244,31 @@ async def test_an_undeclared_body_beyond_the_limit_is_refused_while_it_arrives()
             num_read += 100
             yield b" " * 100
 
-    response = await setup.client.post(
-        "/v1/chat/completions", content=endless(), headers={"content-type": "application/json"}
-    )
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def watch(message: Any) -> None:
+            nonlocal num_read_when_refused
+            if message["type"] == "http.response.start":
+                num_read_when_refused = num_read
+            await send(message)
+
+        await setup.app(scope, receive, watch)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(watched), base_url="http://test") as client:
+        response = await client.post(
+            "/v1/chat/completions", content=endless(), headers={"content-type": "application/json"}
+        )
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "payload_too_large"
-    assert num_read <= 1200
+    assert num_read_when_refused <= 1200
+    assert num_read == 100_000
+
+
+async def test_headers_beyond_the_limit_are_refused() -> None:
+    client = harness().client
+    assert (await client.get("/health", headers={"x-large": "a" * 30_000})).status_code == 200
+    response = await client.get("/health", headers={"x-large": "a" * 40_000})
+    assert response.status_code == 400
+    assert "above the limit of 32768" in response.json()["error"]["message"]
 
 
 def test_every_error_class_has_a_response() -> None:

@@ -13,7 +13,7 @@ from tests.gateway_svc.fake_backend import harness
 from tests.gateway_svc.media_host import BODY, media_host
 from tests.paths import SHARED, needs_shared
 
-OPEN = FetchLimits(total_s=0.5, allow_private_hosts=True)
+OPEN = FetchLimits(total_s=0.5, private_hosts=frozenset({"*"}))
 
 
 async def fetch(url: str, max_bytes: int = 1 << 20, limits: FetchLimits = OPEN, **fields: Any) -> bytes:
@@ -55,26 +55,25 @@ async def test_misbehaving_hosts_are_refused_by_name(path: str, kind: type[Excep
         assert len(host.requests) <= 4
 
 
-async def test_a_redirect_to_a_private_address_is_not_followed() -> None:
-    async def resolver(host: str, port: int) -> list[Address]:
-        # The host itself counts as public here; where it redirects to does not.
-        return [ipaddress.ip_address("127.0.0.1" if host == "media.test" else host)]
+async def test_only_the_private_hosts_of_the_setting_may_be_contacted() -> None:
+    async with media_host() as host, media_host() as other:
+        limits = FetchLimits(total_s=2, private_hosts=frozenset({f"127.0.0.1:{host.port}"}))
+        assert await fetch(host.url("/ok"), limits=limits) == BODY
+        for url in (other.url("/ok"), host.url("/to-private"), f"http://localhost:{host.port}/ok"):
+            with pytest.raises(InvalidRequest, match="private or reserved"):
+                await fetch(url, limits=limits)
+        assert other.requests == []
 
-    class Loopback(MediaFetcher):
-        async def _allowed_addresses(self, url: Any, param: str) -> list[Address]:
-            return (
-                await resolver(url.host, 80)
-                if url.host == "media.test"
-                else await super()._allowed_addresses(url, param)
-            )
+
+async def test_the_host_hears_its_own_name() -> None:
+    async def resolver(host: str, port: int) -> list[Address]:
+        return [ipaddress.ip_address("127.0.0.1")]
 
     async with media_host() as host:
-        fetcher = Loopback(FetchLimits(total_s=2), resolver=resolver)
-        assert await fetcher.fetch(f"http://media.test:{host.port}/ok", 100, "p") == BODY
-        assert f"host: media.test:{host.port}" in host.requests[0].lower()
-        with pytest.raises(InvalidRequest, match="private or reserved"):
-            await fetcher.fetch(f"http://media.test:{host.port}/to-private", 100, "p")
-        await fetcher.aclose()
+        limits = FetchLimits(total_s=2, private_hosts=frozenset({"media.test"}))
+        await fetch(f"http://user:pw@media.test:{host.port}/ok?a=b", limits=limits, resolver=resolver)
+        assert f"host: media.test:{host.port}\r\n" in host.requests[0].lower()
+        assert host.requests[0].startswith("GET /ok?a=b ")
 
 
 async def test_a_name_that_changes_its_address_is_connected_to_the_checked_one() -> None:
@@ -146,10 +145,14 @@ def test_public_addresses_are_told_from_others(address: str, expected: bool) -> 
         "../x",
         "http://",
         "http:///x",
+        "https://h:99999/",
+        "http://[::1",
+        "http://h/" + "a" * 9000,
+        "HTTP:/h",
+        "http://\x00/",
         "x",
         "",
-    ]
-    + ["https://h:99999/", "http://[::1", "http://h/" + "a" * 9000, "HTTP:/h", "http://\x00/"],
+    ],
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):

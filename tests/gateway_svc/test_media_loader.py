@@ -166,6 +166,15 @@ async def test_usage_counts_media_by_where_they_came_from() -> None:
         )
 
 
+async def test_a_picture_that_is_there_twice_counts_as_encoded_once(logs: list[Any]) -> None:
+    setup = harness()
+    parts = [image_part(data_uri(png())), image_part(data_uri(png())), image_part(data_uri(png(128, 192)))]
+    usage = (await setup.chat(messages=[{"role": "user", "content": parts}])).json()["usage"]
+    details = usage["prompt_tokens_details"]
+    assert (details["encoded_media_tokens"], details["cached_media_tokens"]) == (16 + 24, 16)
+    assert logs[-1]["media"] == ["image:encoded", "image:decoder", "image:encoded"]
+
+
 async def test_options_reach_the_grid_and_the_key_and_stay_within_the_model_s_limits() -> None:
     setup = harness()
     body = [{"role": "user", "content": [image_part(data_uri(png(512, 512)))]}]

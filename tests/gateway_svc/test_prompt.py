@@ -11,11 +11,14 @@ from tokenizers import Tokenizer
 
 from common.errors import ConfigError, ContextTooLong, InvalidRequest
 from common.messages import MediaOptions, VideoFacts
+from common.processor_config import ProcessorConfig
 from common.vision_grid import group_timestamps
 from gateway_svc.chat_template import ChatTemplate, Conversation
+from gateway_svc.conversation import conversation_of
 from gateway_svc.media import LoadedMedia
+from gateway_svc.openai_schema import ChatCompletionRequest
 from gateway_svc.prompt import PromptBuilder
-from tests.paths import SHARED, needs_shared
+from tests.paths import DEMO_MODEL, SHARED, needs_shared
 from tests.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, media_token_ids, tiny_tokenizer
 
 LONG = 1 << 20
@@ -265,3 +268,54 @@ def test_media_ids_that_are_not_special_tokens_stop_the_start() -> None:
             ),
             merge_size=2,
         )
+
+
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"messages": [{"role": "user", "content": "hello"}]},
+    "system and parts": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": " b <think>"}]},
+        ]
+    },
+    "tools": {
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Oslo", "é": [1.5, null]}'},
+                    }
+                ],
+            },
+            {"role": "tool", "content": "18 degrees", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "Fine.", "tool_calls": []},
+            {"role": "user", "content": "and tomorrow?"},
+        ],
+        "tools": [{"function": {"parameters": {"type": "object"}, "name": "weather"}, "type": "function"}],
+    },
+    "continued": {
+        "messages": [{"role": "user", "content": "count"}, {"role": "assistant", "content": "1, 2, "}],
+        "continue_final_message": True,
+    },
+}
+
+
+@pytest.mark.skipif(not (DEMO_MODEL / "tokenizer.json").exists(), reason="the demo model is not there")
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_demo_model_s_prompts_equal_the_reference_s(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = CONVERSATIONS[name]
+    conversation, _ = conversation_of(ChatCompletionRequest.model_validate({"model": "m", **fields}))
+    prompts = PromptBuilder.load(DEMO_MODEL, ProcessorConfig.load(DEMO_MODEL))
+    reference = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL).apply_chat_template(
+        conversation.messages,
+        tools=fields.get("tools"),
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        return_dict=False,
+    )
+    assert ids_of(prompts, conversation) == list(reference)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import openai
+import pytest
 import uvicorn
 
 from common.errors import DecoderUnavailable
@@ -18,11 +19,6 @@ from tests.gateway_svc.media_host import media_host
 HELLO = [{"role": "user", "content": "hi"}]
 
 
-class _Server(uvicorn.Server):
-    def install_signal_handlers(self) -> None:
-        """The test's process keeps its own."""
-
-
 @asynccontextmanager
 async def running(setup: Harness) -> AsyncIterator[tuple[str, uvicorn.Server]]:
     """The base URL of the application on a free port, and its server."""
@@ -30,8 +26,8 @@ async def running(setup: Harness) -> AsyncIterator[tuple[str, uvicorn.Server]]:
     listener.bind(("127.0.0.1", 0))
     listener.listen(64)
     config = uvicorn.Config(setup.app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
-    server = _Server(config)
-    task = asyncio.create_task(server._serve([listener]))
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server._serve([listener]))  # without its signal handlers
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
     finally:
@@ -67,14 +63,11 @@ async def test_the_openai_client_reads_both_kinds_of_answers() -> None:
 async def test_the_openai_client_reads_errors() -> None:
     backend = FakeBackend(error=DecoderUnavailable("no decoder", retry_after_s=0.2))
     async with running(harness(backend)) as (url, _), client_of(url) as client:
-        try:
+        with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
-        except openai.InternalServerError as error:
-            assert error.status_code == 503
-            assert error.code == "decoder_unavailable"
-            assert error.response.headers["retry-after-ms"] == "200"
-        else:
-            raise AssertionError("the error did not arrive")
+        assert caught.value.status_code == 503
+        assert caught.value.code == "decoder_unavailable"
+        assert caught.value.response.headers["retry-after-ms"] == "200"
 
 
 async def test_a_client_that_leaves_a_stream_ends_the_generation_at_once() -> None:
@@ -135,7 +128,7 @@ async def test_a_stream_survives_a_graceful_stop_of_the_server() -> None:
 
 
 async def test_a_slow_media_host_delays_nobody_else() -> None:
-    fetcher = MediaFetcher(FetchLimits(total_s=1.0, allow_private_hosts=True))
+    fetcher = MediaFetcher(FetchLimits(total_s=1.0, private_hosts=frozenset({"127.0.0.1"})))
     setup = harness(FakeBackend(), fetcher=fetcher)
     async with media_host() as host, running(setup) as (url, _), httpx.AsyncClient(base_url=url) as client:
         part = {"type": "image_url", "image_url": {"url": host.url("/drip")}}
@@ -162,3 +155,18 @@ async def test_a_body_that_is_declared_too_large_is_answered_and_the_connection_
         assert answer.startswith(b"HTTP/1.1 413")
         assert b"payload_too_large" in answer
         writer.close()
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+async def test_a_client_that_sends_a_refused_body_to_its_end_sees_the_refusal(is_declared: bool) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(32):
+            yield b" " * (1 << 20)
+
+    headers = {"content-type": "application/json"} | ({"content-length": str(32 << 20)} if is_declared else {})
+    async with (
+        running(harness(limits=HttpLimits(max_body_bytes=1000))) as (url, _),
+        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+    ):
+        response = await client.post("/v1/chat/completions", content=body(), headers=headers)
+    assert response.status_code == 413

@@ -1,0 +1,140 @@
+"""The gateway's view of its fleet: fingerprints with and without encoders, and probes that try elsewhere."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.embedding_cache import FleetFacts
+from common.errors import EncoderUnavailable, Overloaded, TandemError, UnsupportedMedia
+from common.messages import MediaOptions, ProbeRequest, VideoFacts
+from tests.gateway_svc.fake_services import FACTS, FINGERPRINT, FakeCache, FakeFleet, fake_fleet
+
+KEY = "a" * 64
+
+
+async def probe(world: FakeFleet, time_s: float = 10.0) -> VideoFacts:
+    return await world.fleet.probe_video(KEY, MediaOptions(), b"video", time.monotonic() + time_s)
+
+
+def num_probes(world: FakeFleet) -> int:
+    return sum(len(encoder.mailbox.of(ProbeRequest)) for encoder in world.encoders)
+
+
+async def test_the_fingerprint_is_that_of_a_ready_encoder_and_is_remembered_in_redis() -> None:
+    async with fake_fleet(num_encoders=2) as world:
+        assert await world.fleet.fingerprint() == FINGERPRINT
+        await world.until(lambda: world.cache.fleet == FleetFacts(FINGERPRINT))
+
+
+async def test_the_fingerprint_comes_from_redis_when_no_encoder_is_alive() -> None:
+    async with fake_fleet(cache=FakeCache(fleet=FleetFacts("e" * 64))) as world:
+        assert await world.fleet.fingerprint() == "e" * 64
+
+
+async def test_the_fingerprint_outlives_the_last_encoder() -> None:
+    async with fake_fleet(num_encoders=1) as world:
+        world.encoders[0].die()
+        await world.until(lambda: not world.fleet.encoders.ready())
+        world.cache.fleet = None
+        assert await world.fleet.fingerprint() == FINGERPRINT
+
+
+async def test_a_fingerprint_that_was_never_known_is_an_error_in_time_however_often_encoders_change() -> None:
+    async with fake_fleet(encoder_wait_s=0.2) as world:
+
+        async def flap() -> None:
+            while True:
+                world.fleet.encoders._changed()
+                await asyncio.sleep(0.01)
+
+        flapping = asyncio.create_task(flap())
+        async with asyncio.timeout(5):
+            with pytest.raises(EncoderUnavailable) as raised:
+                await world.fleet.fingerprint()
+        flapping.cancel()
+        assert raised.value.retry_after_s
+
+
+async def test_a_probe_is_asked_once_and_remembered() -> None:
+    async with fake_fleet(num_encoders=2) as world:
+        assert await probe(world) == await probe(world) == FACTS
+        assert num_probes(world) == 1
+        assert world.cache.facts == {KEY: FACTS}
+
+
+async def test_a_probe_that_fails_is_tried_at_another_encoder() -> None:
+    async with fake_fleet(num_encoders=3) as world:
+        asked: list[str] = []
+
+        def answer(name: str) -> Callable[[str], TandemError | bool | None]:
+            def decide(key: str) -> Any:
+                asked.append(name)
+                return Overloaded("busy") if len(asked) < 3 else True
+
+            return decide
+
+        for encoder in world.encoders:
+            encoder.answer = answer(encoder.name)
+        assert await probe(world) == FACTS
+        assert sorted(asked) == ["encoder-0", "encoder-1", "encoder-2"]
+
+
+async def test_a_probe_goes_elsewhere_when_its_encoder_dies() -> None:
+    async with fake_fleet(num_encoders=2) as world:
+        for encoder in world.encoders:
+            encoder.answer = lambda key: None
+        probing = asyncio.create_task(probe(world))
+        await world.until(lambda: num_probes(world) == 1)
+        for encoder in world.encoders:
+            encoder.answer = lambda key: True
+            if encoder.mailbox.of(ProbeRequest):
+                encoder.die()
+        assert await probing == FACTS
+
+
+async def test_a_video_that_cannot_be_read_is_not_tried_again() -> None:
+    async with fake_fleet(num_encoders=2) as world:
+        for encoder in world.encoders:
+            encoder.answer = lambda key: UnsupportedMedia("no video")
+        with pytest.raises(UnsupportedMedia):
+            await probe(world)
+        assert num_probes(world) == 1
+
+
+async def test_a_probe_that_every_try_fails_tells_the_last_error() -> None:
+    async with fake_fleet(num_encoders=1) as world:
+        world.encoders[0].answer = lambda key: Overloaded("busy")
+        with pytest.raises(Overloaded, match="busy"):
+            await probe(world)
+        assert num_probes(world) == 4
+
+
+async def test_a_probe_waits_for_an_encoder_however_often_others_come_and_go() -> None:
+    async with fake_fleet(num_encoders=0, encoder_wait_s=0.2) as world:
+        for _ in range(10):
+            world.fleet.encoders._changed()
+        probing = asyncio.create_task(probe(world))
+        for _ in range(10):
+            await asyncio.sleep(0.005)
+            world.fleet.encoders._changed()
+        assert not probing.done()
+        with pytest.raises(EncoderUnavailable):
+            await probing
+
+
+async def test_the_state_of_the_fleet_is_told() -> None:
+    async with fake_fleet(num_decoders=2, num_encoders=1) as world:
+        assert world.fleet.is_ready()
+        assert (world.fleet.max_model_len, world.fleet.vocab_size) == (100, 300)
+        assert world.fleet.status() == {
+            "model": "tiny",
+            "decoders": {"ready": 2, "configured": 2},
+            "encoders": {"ready": 1, "configured": 1},
+            "redis": "ok",
+        }
+        for decoder in world.decoders:
+            decoder.die()
+        await world.until(lambda: not world.fleet.is_ready())
