@@ -79,6 +79,7 @@ class DecoderService:
             levels=loaded.hello.levels,
             itemsize=loaded.itemsize,
             max_bytes=settings.fetch_bytes,
+            is_held=loaded.engine.pool.__contains__,
         )
         self._server = server
         logger.info(
@@ -116,7 +117,8 @@ def _load(settings: DecoderSettings) -> _Loaded:
     vision_config = cast(Qwen3VLVisionConfig, config.vision_config)
     use_threads(settings.threads)
     dtype = pick_dtype(settings.dtype, config.dtype)
-    model = load_text_model(checkpoint_dir, dtype=dtype, device=pick_device(settings.device))
+    device = pick_device(settings.device)
+    model = load_text_model(checkpoint_dir, dtype=dtype, device=device, block_size=settings.block_size)
     kv_cache = _kv_cache(settings, model)
     kv_tokens = kv_cache.num_blocks * kv_cache.block_size
     context = int(model.config.max_position_embeddings)

@@ -72,15 +72,20 @@ class BlockManager:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
+    def unname(self, block: int) -> None:
+        """Forget what a block holds: its content is not to be trusted."""
+        if block_hash := self._hash_of.pop(block, None):
+            del self._block_of[block_hash]
+
     def check(self) -> None:
         """Assert the pool's invariants; for tests and for the engine when it is idle."""
         free = set(self._free)
         assert all((count == 0) == (block in free) for block, count in enumerate(self._references))
+        assert len(free) + self.num_used == self.num_blocks
         assert {block: h for h, block in self._block_of.items()} == self._hash_of
 
     def _take_one(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._references[block] = 1
-        if block_hash := self._hash_of.pop(block, None):
-            del self._block_of[block_hash]
+        self.unname(block)
         return block

@@ -58,7 +58,10 @@ class EncoderFetcher:
         endpoints: Sequence[str],
         hello: Callable[[], Hello],
         keys: CurveKeys | None = None,
+        *,
+        stall_s: float = STALL_S,
     ) -> None:
+        self._stall_s = stall_s
         self._links = [
             Link(
                 Dealer(context, endpoint, name="encoder-data", max_payload_bytes=MAX_CHUNK_BYTES, keys=keys),
@@ -102,10 +105,11 @@ class EncoderFetcher:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._receive(fetch, timeout_s)
+        except BaseException:
+            link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=0))
+            raise
         finally:
             del self._fetches[fetch.fetch_id]
-            if not fetch.done.done() or fetch.done.cancelled():
-                link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=0))
 
     async def _receive(self, fetch: _Fetch, timeout_s: float) -> tuple[EmbeddingHeader, bytearray]:
         expected = fetch.expected
@@ -124,8 +128,8 @@ class EncoderFetcher:
         before = -1
         while not fetch.done.done():
             if before == (before := fetch.num_received):
-                raise EncoderUnavailable(f"the encoder sent nothing for {STALL_S} s")
-            await asyncio.wait({fetch.done}, timeout=STALL_S)
+                raise EncoderUnavailable(f"the encoder sent nothing for {self._stall_s} s")
+            await asyncio.wait({fetch.done}, timeout=self._stall_s)
         fetch.done.result()
         assert fetch.header is not None
         await asyncio.to_thread(check_payload, fetch.header, fetch.payload)

@@ -1,12 +1,14 @@
 """Which embeddings are fetched when: in the order of need, under a byte budget, each once however many wait for it.
 
-Owns the items of requests until they are delivered, and the bytes of what was delivered and is still needed. Turns
-a failed fetch into a report, so that the gateway can name another source. Runs on the event loop; knows nothing of
-blocks or tensors' use.
+Owns the items of requests until they are delivered, and the count of bytes of what was delivered and is still needed.
+Turns a failed fetch into a report, so that the gateway can name another source. Runs on the event loop; knows nothing
+of blocks or tensors' use.
 """
 
 import asyncio
-from collections.abc import Iterable
+import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,16 +58,27 @@ class Listener(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What a request expects. `number` grows with each one."""
+
+    number: int
+    expected: dict[str, ExpectedEmbedding]
+
+
 @dataclass
 class _Item:
+    """An embedding that was located and is not delivered."""
+
     expected: ExpectedEmbedding
     num_bytes: int
     waiting: dict[str, str] = field(default_factory=dict)  # request id -> source that its gateway named
-    task: "asyncio.Task[None] | None" = None
+    task: "asyncio.Task[Tensor] | None" = None
+    source: str = ""  # of the task
 
 
 class EmbeddingInbox:
-    """Items that requests wait for."""
+    """Items that requests wait for. `is_held` says whether the engine has an embedding already."""
 
     def __init__(
         self,
@@ -77,6 +90,7 @@ class EmbeddingInbox:
         levels: int,
         itemsize: int,
         max_bytes: int,
+        is_held: Callable[[str], bool] = lambda key: False,
     ) -> None:
         self._fetcher = fetcher
         self._cache = cache
@@ -85,14 +99,13 @@ class EmbeddingInbox:
         self._levels = levels
         self._itemsize = itemsize
         self._max_bytes = max_bytes
-        self._expected: dict[str, dict[str, ExpectedEmbedding]] = {}  # request id -> key -> what it must be
-        self._items: dict[str, _Item] = {}  # located and not delivered, in the order of need
-        self._in_use: dict[str, int] = {}  # bytes of keys that are fetched or delivered and still needed
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes that count against the budget."""
-        return sum(self._in_use.values())
+        self._is_held = is_held
+        self._requests: dict[str, _Request] = {}
+        self._numbers = itertools.count()
+        self._items: dict[str, _Item] = {}
+        self._first_in_need: str | None = None
+        self.bytes_in_use = 0
+        """Bytes that count against the budget: being fetched, or delivered and still needed."""
 
     @property
     def num_waiting(self) -> int:
@@ -103,7 +116,7 @@ class EmbeddingInbox:
         """Learn what the items of a request must look like."""
         if request.media:
             assert request.fingerprint is not None
-            self._expected[request.request_id] = {
+            expected = {
                 item.key: ExpectedEmbedding(
                     key=item.key,
                     grid=item.grid,
@@ -114,11 +127,16 @@ class EmbeddingInbox:
                 )
                 for item in request.media
             }
+            self._requests[request.request_id] = _Request(next(self._numbers), expected)
 
     def locate(self, request_id: str, key: str, source: str) -> None:
-        """A gateway says where an item of its request is. Unknown requests and keys are ignored: they are over."""
-        expected = self._expected.get(request_id, {}).get(key)
-        if expected is None or expected.rows is None:
+        """A gateway says where an item of its request is. Unknown requests and keys are ignored: they are over.
+
+        What another request's fetch brought meanwhile is not fetched again: whoever needs it keeps it in the engine.
+        """
+        request = self._requests.get(request_id)
+        expected = request.expected.get(key) if request is not None else None
+        if expected is None or expected.rows is None or self._is_held(key):
             return
         item = self._items.get(key)
         if item is None:
@@ -126,14 +144,15 @@ class EmbeddingInbox:
         item.waiting[request_id] = source
         self._start_fetches()
 
-    def freed(self, key: str) -> None:
-        """No sequence needs a delivered item any more."""
-        if key not in self._items and self._in_use.pop(key, None) is not None:
-            self._start_fetches()
+    def released(self, num_bytes: int, first_in_need: str | None) -> None:
+        """So many delivered bytes are needed no more, and this request is the next to need an item."""
+        self.bytes_in_use -= num_bytes
+        self._first_in_need = first_in_need
+        self._start_fetches()
 
     def forget(self, request_id: str) -> None:
         """A request is over; fetches that nobody else waits for stop."""
-        self._expected.pop(request_id, None)
+        self._requests.pop(request_id, None)
         for key, item in list(self._items.items()):
             if item.waiting.pop(request_id, None) is None or item.waiting:
                 continue
@@ -145,57 +164,84 @@ class EmbeddingInbox:
     async def close(self) -> None:
         """Stop all fetches."""
         tasks = [item.task for item in self._items.values() if item.task is not None]
+        self._items.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start_fetches(self) -> None:
-        """Start what fits the budget, in order. The oldest request may exceed it: progress never stops."""
+        """Start what fits the budget, oldest request first; what does not fit lets nothing younger pass.
+
+        The request that is next in need comes first, and may exceed the budget when nothing else is being fetched:
+        what the others hold is not released before it has run.
+        """
         is_running = any(item.task is not None for item in self._items.values())
-        oldest = next((r for r in self._expected if any(r in item.waiting for item in self._items.values())), None)
-        for key, item in self._items.items():
-            if item.task is not None:
-                continue
+        pending = [(key, item) for key, item in self._items.items() if item.task is None and item.waiting]
+        for key, item in sorted(pending, key=lambda entry: self._order(entry[1])):
             is_within = self.bytes_in_use + item.num_bytes <= self._max_bytes
-            if not is_within and (is_running or oldest not in item.waiting):
-                continue
+            if not is_within and (is_running or not self._is_first(item)):
+                break
             is_running = True
-            self._in_use[key] = item.num_bytes
-            item.task = asyncio.create_task(self._fetch(key, item), name="fetch")
+            self.bytes_in_use += item.num_bytes
+            item.source = next(iter(item.waiting.values()))
+            item.task = asyncio.create_task(self._fetch(item.source, item.expected), name="fetch")
+            item.task.add_done_callback(functools.partial(self._on_done, key, item))
         BYTES_IN_FLIGHT.set(self.bytes_in_use)
 
-    async def _fetch(self, key: str, item: _Item) -> None:
-        source = next(iter(item.waiting.values()))
+    def _order(self, item: _Item) -> tuple[bool, int]:
+        oldest = min(self._requests[request_id].number for request_id in item.waiting)
+        return not self._is_first(item), oldest
+
+    def _is_first(self, item: _Item) -> bool:
+        return self._first_in_need in item.waiting
+
+    def _on_done(self, key: str, item: _Item, task: "asyncio.Task[Tensor]") -> None:
+        """A fetch has ended; whoever was told of another source, or came while it was being stopped, gets a new one."""
+        self.bytes_in_use -= item.num_bytes
+        if self._items.get(key) is not item:
+            return  # closed
+        item.task = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_error(key, item, error)
+        elif not task.cancelled():
+            del self._items[key]
+            self.bytes_in_use += task.result().nbytes
+            self._listener.delivered(key, task.result())
+        if not item.waiting and self._items.get(key) is item:
+            del self._items[key]
+        self._start_fetches()
+
+    def _on_error(self, key: str, item: _Item, error: BaseException) -> None:
+        source = item.source
+        failed = [request_id for request_id, named in item.waiting.items() if named == source]
+        for request_id in failed:
+            del item.waiting[request_id]
+        if isinstance(error, EncoderUnavailable | TimeoutError):
+            logger.info("a fetch failed", source=source, reason=str(error) or type(error).__name__)
+            for request_id in failed:
+                self._listener.source_failed(request_id, key, source)
+            return
+        if not isinstance(error, TandemError):
+            logger.error("a fetch ended unexpectedly", source=source, exc_info=error)
+            error = ModelFailure("an internal error kept an embedding from being fetched")
+        for request_id in failed:
+            self._listener.unusable(request_id, error)
+
+    async def _fetch(self, source: str, expected: ExpectedEmbedding) -> Tensor:
         kind = REDIS if source == REDIS else "encoder"
         began = asyncio.get_running_loop().time()
         try:
-            embedding = await self._fetch_from(source, item.expected)
-        except (EncoderUnavailable, TimeoutError) as error:
+            embedding = await self._fetch_from(source, expected)
+        except (EncoderUnavailable, TimeoutError):
             FETCHES.labels(kind, "failed").inc()
-            logger.info("a fetch failed", source=source, reason=str(error) or type(error).__name__)
-            for request_id in self._finish(key, is_delivered=False):
-                self._listener.source_failed(request_id, key, source)
-        except TandemError as error:
-            FETCHES.labels(kind, "unusable").inc()
-            for request_id in self._finish(key, is_delivered=False):
-                self._listener.unusable(request_id, error)
-        except asyncio.CancelledError:
-            for request_id in self._finish(key, is_delivered=False):  # came while the fetch was being stopped
-                self._listener.source_failed(request_id, key, source)
             raise
-        else:
-            FETCHES.labels(kind, "ok").inc()
-            FETCH_SECONDS.labels(kind).observe(asyncio.get_running_loop().time() - began)
-            self._finish(key, is_delivered=True)
-            self._listener.delivered(key, embedding)
-
-    def _finish(self, key: str, *, is_delivered: bool) -> Iterable[str]:
-        item = self._items.pop(key)
-        if not is_delivered:
-            del self._in_use[key]
-        # Started from the loop, not from here: the fetch that ends still counts as running.
-        asyncio.get_running_loop().call_soon(self._start_fetches)
-        return list(item.waiting)
+        except TandemError:
+            FETCHES.labels(kind, "unusable").inc()
+            raise
+        FETCHES.labels(kind, "ok").inc()
+        FETCH_SECONDS.labels(kind).observe(asyncio.get_running_loop().time() - began)
+        return embedding
 
     async def _fetch_from(self, source: str, expected: ExpectedEmbedding) -> Tensor:
         if source != REDIS:

@@ -5,6 +5,7 @@ sample → report. Knows nothing of sockets, Redis or HTTP. Everything here runs
 carries commands in and events out.
 """
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from common.messages import (
     GenerateRequest,
     SequenceTimes,
     SequenceTokens,
-    TokenLogprobs,
     Usage,
 )
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
@@ -35,6 +35,9 @@ from decoder_svc.scheduler import Chunk, Scheduler
 from decoder_svc.sequence import Prompt, Sequence
 
 logger = structlog.get_logger(__name__)
+
+# Parts of the protocol that this engine does not do; silence would be a wrong answer.
+UNSUPPORTED = ("allowed_token_ids", "bad_words_ids", "num_prompt_logprobs", "grammar_kind", "grammar")
 
 STEP_SECONDS = Histogram("tandem_decoder_step_seconds", "Time of one engine step", buckets=SECONDS_BUCKETS)
 STEP_TOKENS = Histogram(
@@ -59,13 +62,18 @@ class MediaWanted:
 
 
 @dataclass(frozen=True)
-class MediaFreed:
-    """An embedding that no sequence needs any more: its bytes no longer count."""
+class MediaBudget:
+    """What became of the embeddings that were given to the engine.
 
-    key: str
+    `released_bytes` of them are needed no more (negative: some that were kept are needed again), and `first_in_need` is
+    the request that is the next to need any.
+    """
+
+    released_bytes: int
+    first_in_need: str | None
 
 
-Event = SequenceTokens | MediaWanted | MediaFreed
+Event = SequenceTokens | MediaWanted | MediaBudget
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,8 @@ class Engine:
             max_model_len=limits.max_model_len,
             has_media=self.pool.__contains__,
         )
-        self._wanted: dict[Sequence, set[str]] = {}
+        self._wanted: dict[Sequence, set[str]] = {}  # asked for and not arrived, of those that have media
+        self._first_in_need: str | None = None
 
     @property
     def has_sequences(self) -> bool:
@@ -120,21 +129,25 @@ class Engine:
         try:
             self._check(request)
             sequences = self._sequences_of(request, now)
+            # A choice that had its last token before the request came here is not run again.
+            full = [s for s in sequences if s.output_token_ids and self._is_full(s)]
+            sequences = [s for s in sequences if s not in full]
             for sequence in sequences:
                 self.scheduler.admit(sequence)
         except TandemError as error:
             replaced += self.cancel(request.request_id)
             return [*replaced, _failure(request.request_id, request.attempt, 0, error_detail(error))]
-        return replaced + self._want_media(sequences, always=True)
+        events: list[Event] = [_ended(_tokens(s), s, "length", None, now) for s in full]
+        return replaced + events + self._want_media(sequences, always=True) + self._media_budget()
 
     def add_embedding(self, key: str, embedding: Tensor, now: float) -> list[Event]:
-        """An embedding `[tokens, H*(1+L)]` has arrived, checked. One that nobody needs any more is freed at once."""
+        """An embedding `[tokens, H*(1+L)]` has arrived, checked."""
         self.pool.add(key, embedding)
         for sequence, keys in self._wanted.items():
             if key in keys:
                 keys.discard(key)
                 sequence.media_wait_s = now - sequence.arrived_at
-        return self._freed()
+        return self._media_budget()
 
     def fail(self, request_id: str, error: TandemError) -> list[Event]:
         """End a request with an error."""
@@ -142,13 +155,13 @@ class Engine:
         for sequence in sequences:
             self._forget(sequence)
         events: list[Event] = [_failure(s.request_id, s.attempt, s.choice, error_detail(error)) for s in sequences]
-        return events + self._freed()
+        return events + self._media_budget()
 
     def cancel(self, request_id: str) -> list[Event]:
         """Forget a request; nobody waits for an answer."""
         for sequence in self._of_request(request_id):
             self._forget(sequence)
-        return self._freed()
+        return self._media_budget()
 
     def step(self) -> tuple[list[Event], bool]:
         """Run one step; tells what happened and whether any token ran. An error ends its sequences, not the engine."""
@@ -169,15 +182,13 @@ class Engine:
             events += self._report(chunks, sampled)
             self._measure(chunks, time.monotonic() - began)
         events += self._want_media(self.scheduler.sequences, always=False)
-        return events + self._freed(), bool(chunks)
+        return events + self._media_budget(), bool(chunks)
 
     def _run(self, chunks: Seq[Chunk]) -> list[SampledToken]:
         model_input = build_model_input(chunks, self.pool.tensors, self._kv_cache.block_size, self._model.device)
         logits = self._model(model_input, self._kv_cache)
         for chunk in chunks:
             self.scheduler.computed(chunk)
-            if chunk.sequence.spans_from(chunk.start):
-                self.pool.used(chunk.sequence, [span.key for span in chunk.sequence.spans_from(chunk.end)])
         sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
         return self._sampler.sample(logits, sequences) if sequences else []
 
@@ -191,6 +202,7 @@ class Engine:
         for sequence, token in zip(sequences, sampled, strict=True):
             if not token.is_finite:
                 error = ModelFailure("the language model gave values that are not finite for this request")
+                self.scheduler.distrust(sequence)
                 events += self.fail(sequence.request_id, error)
             elif sequence in self.scheduler.running:  # another choice of its request may just have failed
                 events.append(self._accept(sequence, token, now))
@@ -204,35 +216,15 @@ class Engine:
         is_stop = token.token_id in sampling.stop_token_ids or (
             token.token_id in self._eos_token_ids and not sampling.ignore_eos
         )
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        reason: FinishReason | None = "stop" if is_stop else None
-        offset = len(sequence.output_token_ids)
-        if not is_stop:
-            sequence.output_token_ids.append(token.token_id)
-            tokens.append(token.token_id)
-            if token.logprobs is not None:
-                logprobs.append(token.logprobs)
-            if self._is_full(sequence):
-                reason = "length"
-        report = SequenceTokens(
-            request_id=sequence.request_id,
-            attempt=sequence.attempt,
-            choice=sequence.choice,
-            offset=offset,
-            tokens=tokens,
-            logprobs=logprobs or None,
-        )
-        if reason is None:
+        if is_stop:
+            self._forget(sequence)
+            return _ended(_tokens(sequence), sequence, "stop", token.token_id, now)
+        report = _tokens(sequence, token)
+        sequence.output_token_ids.append(token.token_id)
+        if not self._is_full(sequence):
             return report
         self._forget(sequence)
-        return msgspec.structs.replace(
-            report,
-            finish_reason=reason,
-            stop_token_id=token.token_id if is_stop else None,
-            usage=_usage(sequence, is_stop),
-            times=_times(sequence, now),
-        )
+        return _ended(report, sequence, "length", None, now)
 
     def _is_full(self, sequence: Sequence) -> bool:
         return (
@@ -247,8 +239,12 @@ class Engine:
         used = [request.prompt_token_ids, *request.outputs, sampling.stop_token_ids, list(sampling.logit_bias)]
         if any(token >= vocab_size for ids in used for token in ids):
             raise InvalidRequest(f"a token id is outside the vocabulary of {vocab_size}")
-        if len(request.outputs) > sampling.n:
+        if len(request.outputs) not in (0, sampling.n):
             raise InvalidRequest(f"{len(request.outputs)} outputs so far were given for n = {sampling.n} choices")
+        if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
+            raise InvalidRequest("logit_bias holds a value that is not finite")
+        if unsupported := [name for name in UNSUPPORTED if getattr(sampling, name) not in (None, [])]:
+            raise InvalidRequest(f"this decoder does not support {', '.join(unsupported)}")
         end = 0
         for span in sorted((s for item in request.media for s in item.spans), key=lambda s: s.offset):
             t, h, w = span.grid
@@ -278,10 +274,12 @@ class Engine:
     def _want_media(self, sequences: Seq[Sequence], *, always: bool) -> list[Event]:
         """Ask for embeddings that were not asked for yet; a new request is answered also when it needs none.
 
-        Runs after every step, since a preempted sequence needs again what it had used.
+        Runs after every step: what a sequence has computed it needs no more, and a preempted one needs it again.
         """
         wanted: dict[tuple[str, int], list[str]] = {}
         for sequence in sequences:
+            if not sequence.prompt.spans and not always:
+                continue
             self.pool.need(sequence, [span.key for span in sequence.spans_from(sequence.num_computed_tokens)])
             asked = self._wanted.setdefault(sequence, set())
             missing = [key for key in self.scheduler.missing_media(sequence) if key not in asked]
@@ -304,11 +302,19 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
-        self.pool.leave(sequence)
+        self.pool.need(sequence, ())
         self._wanted.pop(sequence, None)
+        self._measure_load()
 
-    def _freed(self) -> list[Event]:
-        return [MediaFreed(key) for key in self.pool.take_freed()]
+    def _media_budget(self) -> list[Event]:
+        """Tells of released bytes and of who is the next to need some, when either has changed."""
+        released, first = self.pool.take_released_bytes(), None
+        if self.pool.has_needs:
+            first = next(s.request_id for s in self.scheduler.sequences if self.pool.needs_of(s))
+        if not released and first == self._first_in_need:
+            return []
+        self._first_in_need = first
+        return [MediaBudget(released, first)]
 
     def _measure(self, chunks: Seq[Chunk], seconds: float) -> None:
         decoded = sum(1 for chunk in chunks if chunk.num_tokens == 1)
@@ -316,6 +322,10 @@ class Engine:
         STEP_TOKENS.observe(sum(chunk.num_tokens for chunk in chunks))
         TOKENS.labels("decode").inc(decoded)
         TOKENS.labels("prefill").inc(sum(chunk.num_tokens for chunk in chunks) - decoded)
+        self._measure_load()
+
+    def _measure_load(self) -> None:
+        """After each step, and when a sequence leaves: an idle engine runs no step that would say so."""
         RUNNING.set(len(self.scheduler.running))
         WAITING.set(len(self.scheduler.waiting))
         KV_BLOCKS.labels("used").set(self.blocks.num_used)
@@ -325,6 +335,31 @@ class Engine:
 def _failure(request_id: str, attempt: int, choice: int, error: ErrorDetail) -> SequenceTokens:
     return SequenceTokens(
         request_id=request_id, attempt=attempt, choice=choice, offset=0, tokens=[], finish_reason="error", error=error
+    )
+
+
+def _tokens(sequence: Sequence, token: SampledToken | None = None) -> SequenceTokens:
+    """The report of a token that is about to be appended, or of none."""
+    return SequenceTokens(
+        request_id=sequence.request_id,
+        attempt=sequence.attempt,
+        choice=sequence.choice,
+        offset=len(sequence.output_token_ids),
+        tokens=[] if token is None else [token.token_id],
+        logprobs=None if token is None or token.logprobs is None else [token.logprobs],
+    )
+
+
+def _ended(
+    report: SequenceTokens, sequence: Sequence, reason: FinishReason, stop_token_id: int | None, now: float
+) -> SequenceTokens:
+    """A report that is the last of its sequence."""
+    return msgspec.structs.replace(
+        report,
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        usage=_usage(sequence, stop_token_id is not None),
+        times=_times(sequence, now),
     )
 
 

@@ -36,6 +36,11 @@ class EngineThread:
         """`time.monotonic()` of the step that runs now, or None."""
         return self._step_began
 
+    def check(self) -> None:
+        """Raise when the thread has died of an error, which its traceback on stderr tells."""
+        if self._thread.ident is not None and not self._thread.is_alive():
+            raise RuntimeError("the engine thread has died")
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

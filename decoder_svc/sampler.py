@@ -16,6 +16,9 @@ from torch import Tensor
 from common.messages import TokenLogprobs
 from decoder_svc.sequence import Sequence
 
+# Temperatures that leave only the most likely token, as in vLLM.
+GREEDY_BELOW = 1e-5
+
 
 @dataclass(frozen=True)
 class SampledToken:
@@ -32,15 +35,18 @@ class Sampler:
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos_token_ids = list(eos_token_ids)
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
-        """One token for each row of `logits` [R, vocab], any float dtype."""
+        """One token for each row of `logits` [R, vocab], any float dtype; float32 ones are overwritten."""
         scores = logits.float()
         is_finite = torch.isfinite(scores).all(dim=1).tolist()
         raw = scores.clone() if any(s.sampling.num_logprobs is not None for s in sequences) else scores
         for row, sequence in enumerate(sequences):
             self._adjust(scores[row], sequence)
         chosen = scores.argmax(dim=1)
-        random_rows = [row for row, s in enumerate(sequences) if s.sampling.temperature > 0 and is_finite[row]]
+        random_rows = [
+            row for row, s in enumerate(sequences) if s.sampling.temperature > GREEDY_BELOW and is_finite[row]
+        ]
         if random_rows:
             index = torch.tensor(random_rows, device=scores.device)
             chosen[index] = _draw(scores[index], [sequences[row] for row in random_rows])
@@ -74,12 +80,13 @@ class Sampler:
 def _draw(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """Draw from the filtered distributions of rows [R, vocab] by inverting their cumulative sums.
 
-    One uniform number a row decides, so a token depends on its own row alone. Filters in vLLM's order: temperature,
-    top_k, top_p, min_p.
+    One uniform number a row decides, so a token depends on its own row alone. Filters in transformers' order:
+    temperature, top_k, top_p, min_p.
     """
     device = scores.device
     temperatures = torch.tensor([s.sampling.temperature for s in sequences], device=device)
-    ordered, tokens = (scores / temperatures[:, None]).sort(dim=1, descending=True, stable=True)
+    ordered, tokens = scores.sort(dim=1, descending=True, stable=True)
+    ordered = (ordered - ordered[:, :1]) / temperatures[:, None]  # the largest is 0, so no temperature overflows it
     top_k = torch.tensor([s.sampling.top_k or ordered.shape[1] for s in sequences], device=device)
     ordered[torch.arange(ordered.shape[1], device=device) >= top_k[:, None]] = -torch.inf
     probabilities = ordered.softmax(dim=1, dtype=torch.float64)

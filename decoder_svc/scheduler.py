@@ -7,7 +7,7 @@ sequence is put back to be recomputed, those that wait for media first. Pure: kn
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import ContextTooLong, Overloaded
 from decoder_svc.block_manager import BlockManager
@@ -31,6 +31,26 @@ class Chunk:
     def gives_token(self) -> bool:
         """Whether the chunk reaches the newest token, so that a next one can be sampled."""
         return self.end == self.sequence.num_tokens
+
+
+@dataclass
+class _Step:
+    """The chunks of a step, and how many more tokens and sequences it may have."""
+
+    tokens_left: int
+    sequences_left: int
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        """Tokens that the next chunk may have."""
+        return self.tokens_left if self.sequences_left else 0
+
+    def add(self, chunk: Chunk) -> None:
+        """Take a chunk in."""
+        self.chunks.append(chunk)
+        self.tokens_left -= chunk.num_tokens
+        self.sequences_left -= 1
 
 
 class Scheduler:
@@ -89,23 +109,23 @@ class Scheduler:
         self._drop_blocks(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The next step: at most one chunk a sequence, at most `max_tokens_per_step` tokens in all."""
-        chunks: list[Chunk] = []
-        budget = self._max_tokens_per_step
+        """The next step: at most one chunk a sequence, within `max_tokens_per_step` and `max_sequences`."""
+        step = _Step(self._max_tokens_per_step, self._max_sequences)
         preemptions_before = self.num_preemptions
-        for sequence in [s for s in self.running if s.is_decoding]:
-            if budget and sequence in self.running and self._make_room(sequence, sequence.num_tokens):
-                chunks.append(Chunk(sequence, sequence.num_computed_tokens, 1))
-                budget -= 1
-        for sequence in [s for s in self.running if not s.is_decoding]:
+        has_room = True
+        for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
             if sequence in self.running:
-                budget -= self._add_prefill(sequence, budget, chunks)
-        # Who was preempted for others in this step does not start again in it.
-        while budget and self.num_preemptions == preemptions_before and len(self.running) < self._max_sequences:
-            if not (taken := self._start_next(budget, chunks)):
+                has_room &= self._add_chunk(sequence, step)
+        # Who was preempted for others in this step does not start again in it, nor does anybody while one lacks room.
+        while has_room and self.num_preemptions == preemptions_before:
+            if not self._start_next(step):
                 break
-            budget -= taken
-        return [chunk for chunk in chunks if chunk.sequence in self.running]
+        return [chunk for chunk in step.chunks if chunk.sequence in self.running]
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Share nothing of what a sequence has computed: its values are not usable."""
+        for block in sequence.block_table:
+            self._blocks.unname(block)
 
     def computed(self, chunk: Chunk) -> None:
         """Note that a chunk has run: its full blocks may now be shared."""
@@ -121,38 +141,56 @@ class Scheduler:
         spans = sequence.spans_from(sequence.num_computed_tokens)
         return list(dict.fromkeys(span.key for span in spans if not self._has_media(span.key)))
 
-    def _start_next(self, budget: int, chunks: list[Chunk]) -> int:
-        """Start the first waiting sequence that has tokens to run; returns how many run now.
+    def _start_next(self, step: "_Step") -> bool:
+        """Start the first waiting sequence that has tokens to run; false when there is none, or no room for it.
 
-        A sequence whose very next token waits for its embedding is passed over, so it stops nobody.
+        One that waits for embeddings is passed over when it has no token to run or no room, so it stops nobody.
         """
+        if not step.budget:
+            return False
         for sequence in self.waiting:
-            if not sequence.block_table:
-                self._share_prefix(sequence)
-            if self._runnable(sequence, budget) == 0:
+            self._share_prefix(sequence)
+            count = self._runnable(sequence, step.budget)
+            if count == 0:
                 continue
-            needed = self._blocks.blocks_for(sequence.num_computed_tokens + self._runnable(sequence, budget))
-            if needed - len(sequence.block_table) > self._blocks.num_free:
-                if self.running:
-                    return 0
-                self._take_prefixes_back(sequence)
+            needed = self._blocks.blocks_for(sequence.num_computed_tokens + count) - len(sequence.block_table)
+            if not self._reclaim(needed, sequence):
+                if self.missing_media(sequence):
+                    continue
+                return False
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            return self._add_prefill(sequence, budget, chunks)
-        return 0
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            return self._add_chunk(sequence, step)
+        return False
 
-    def _take_prefixes_back(self, spared: Sequence) -> None:
-        """Free what waiting sequences share, when they alone keep one from starting."""
-        for sequence in self.waiting:
-            if sequence is not spared:
-                self._drop_blocks(sequence)
+    def _reclaim(self, needed: int, starting: Sequence) -> bool:
+        """Make `needed` blocks free for a start, from those who do not run; false when they hold too few.
 
-    def _add_prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        count = self._runnable(sequence, budget)
-        if count == 0 or not self._make_room(sequence, sequence.num_computed_tokens + count):
-            return 0
-        chunks.append(Chunk(sequence, sequence.num_computed_tokens, count))
-        return count
+        Only one whose embeddings are all here may take blocks from those who wait for theirs: it will run to its end,
+        while two that wait would take them from each other for ever.
+        """
+        idle = [s for s in reversed(self.waiting) if s.block_table and s is not starting]
+        if not self.missing_media(starting):
+            idle += [s for s in reversed(self.running) if self._runnable(s, 1) == 0]
+        if needed > self._blocks.num_free + sum(len(s.block_table) for s in idle):
+            return False
+        for sequence in idle:
+            if needed <= self._blocks.num_free:
+                break
+            self._preempt(sequence)
+        return needed <= self._blocks.num_free
+
+    def _add_chunk(self, sequence: Sequence, step: "_Step") -> bool:
+        """Add what a running sequence can run, if anything; false when it lacks room."""
+        count = self._runnable(sequence, step.budget)
+        if count == 0:
+            return True
+        if not self._make_room(sequence, sequence.num_computed_tokens + count):
+            return False
+        step.add(Chunk(sequence, sequence.num_computed_tokens, count))
+        return True
 
     def _runnable(self, sequence: Sequence, budget: int) -> int:
         """Tokens that may run now: within the budget and before the first span whose embedding is not here."""
@@ -164,17 +202,18 @@ class Scheduler:
         return end - start
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a running sequence blocks for `num_tokens`, preempting others; false when it was preempted itself."""
-        while True:
-            needed = self._blocks.blocks_for(num_tokens) - len(sequence.block_table)
-            taken = self._blocks.try_take(max(needed, 0))
-            if taken is not None:
-                sequence.block_table.extend(taken)
-                return True
+        """Give a running sequence blocks for `num_tokens`, preempting others; false when it is the one to give way.
+
+        It then keeps what it has until an older one needs it: the oldest that can run always gets room.
+        """
+        needed = self._blocks.blocks_for(num_tokens) - len(sequence.block_table)
+        while (taken := self._blocks.try_take(max(needed, 0))) is None:
             victim = self._victim()
-            self._preempt(victim)
             if victim is sequence:
                 return False
+            self._preempt(victim)
+        sequence.block_table.extend(taken)
+        return True
 
     def _victim(self) -> Sequence:
         """Who gives up blocks: one that only waits (its shared prefix), one that waits for media, or the youngest."""
@@ -199,10 +238,8 @@ class Scheduler:
         sequence.num_computed_tokens = 0
 
     def _share_prefix(self, sequence: Sequence) -> None:
-        """Take the blocks of the prompt's beginning that are in the cache; the newest token is always computed."""
+        """Take what the cache holds of a waiting sequence's beginning; the newest token is always computed."""
         sequence.hash_blocks(self._blocks.block_size)
         usable = (sequence.num_tokens - 1) // self._blocks.block_size
-        sequence.block_table = self._blocks.share(sequence.block_hashes[:usable])
+        sequence.block_table += self._blocks.share(sequence.block_hashes[len(sequence.block_table) : usable])
         sequence.num_computed_tokens = len(sequence.block_table) * self._blocks.block_size
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)

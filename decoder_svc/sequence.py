@@ -79,7 +79,6 @@ class Sequence:
     started_at: float | None = None
     first_token_at: float | None = None
     media_wait_s: float = 0.0
-    num_sent: int = 0  # output tokens that the gateway was told of
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -124,13 +123,13 @@ class Sequence:
         return b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()
 
     def _hash_block(self, previous: bytes, start: int, end: int) -> bytes:
-        """SHA-256 over the chain so far, the token ids, and for media the key and the offset inside its rows."""
+        """SHA-256 over the chain so far, the token ids, and for media the key, its place and its rows."""
         digest = hashlib.sha256(previous)
         digest.update(np.asarray(self.tokens(start, end), np.int64).tobytes())
         for span in self.spans_from(start):
             if span.offset >= end:
                 break
-            first = max(start, span.offset)
-            where = np.asarray([first - start, span.row_offset + first - span.offset], np.int64)
+            first, last = max(start, span.offset), min(end, span.end)
+            where = np.asarray([first - start, last - start, span.row_offset + first - span.offset], np.int64)
             digest.update(bytes.fromhex(span.key) + where.tobytes())
         return digest.digest()

@@ -32,7 +32,7 @@ from common.transport import Received, Router
 from common.wire import error_detail
 from decoder_svc.embedding_fetch import EncoderFetcher
 from decoder_svc.embedding_inbox import EmbeddingInbox
-from decoder_svc.engine import Engine, Event, MediaFreed, MediaWanted
+from decoder_svc.engine import Engine, Event, MediaBudget, MediaWanted
 from decoder_svc.engine_thread import EngineThread
 
 logger = structlog.get_logger(__name__)
@@ -76,7 +76,7 @@ class DecoderServer:
         return self._hello
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled. Raises when the engine has died: a process that cannot work must not say it can."""
         self._thread.start()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -135,6 +135,7 @@ class DecoderServer:
         except TandemError as error:
             self._refuse(peer, request, error)
             return
+        self._gateways[peer] = time.monotonic()  # whoever asks is watched, also one that said no Hello since we lost it
         self._requests[request.request_id] = (peer, request.attempt, request.sampling.n)
         self._idle.clear()
         ACTIVE_REQUESTS.set(len(self._requests))
@@ -196,8 +197,8 @@ class DecoderServer:
     def _publish(self, events: Sequence[Event]) -> None:
         batches: dict[bytes, list[SequenceTokens]] = {}
         for event in events:
-            if isinstance(event, MediaFreed):
-                self.inbox.freed(event.key)
+            if isinstance(event, MediaBudget):
+                self.inbox.released(event.released_bytes, event.first_in_need)
                 continue
             entry = self._requests.get(event.request_id)
             if entry is None or entry[1] != event.attempt:
@@ -237,6 +238,7 @@ class DecoderServer:
 
     async def _keep_house(self) -> None:
         while True:
+            self._thread.check()
             now = time.monotonic()
             for peer in [peer for peer, heard in self._gateways.items() if now - heard > GATEWAY_LIVENESS_S]:
                 self._lose_gateway(peer, f"not heard for {GATEWAY_LIVENESS_S} s")

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 
 from common.errors import CheckpointError, ModelFailure
 from decoder_svc.kv_cache import KVCache
-from decoder_svc.model.attention import PagedAttention, select_attention
+from decoder_svc.model.attention import PagedAttention, TorchPagedAttention
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
 from decoder_svc.model.mrope import frequency_axes, inverse_frequencies, mrope_cos_sin
 from decoder_svc.model_input import ModelInput
@@ -41,7 +41,7 @@ class TextModel(nn.Module):
         super().__init__()
         _check_heads(config)
         self.config = config
-        self.attention = attention
+        self.attention: PagedAttention = attention if attention is not None else TorchPagedAttention()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -79,12 +79,11 @@ class TextModel(nn.Module):
         return F.linear(wanted, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
 
     def _step_context(self, model_input: ModelInput, kv_cache: KVCache) -> StepContext:
-        attention = self.attention or select_attention(self.device, self.dtype, kv_cache.block_size)
         cos, sin = mrope_cos_sin(
             model_input.positions, self.get_buffer("_frequencies"), self.get_buffer("_axes"), self.dtype
         )
-        plan = attention.prepare(model_input, kv_cache.block_size)
-        return StepContext(cos, sin, model_input.slot_mapping, kv_cache, attention, plan)
+        plan = self.attention.prepare(model_input, kv_cache.block_size)
+        return StepContext(cos, sin, model_input.slot_mapping, kv_cache, self.attention, plan)
 
     def _place_vision(self, hidden: Tensor, model_input: ModelInput) -> list[Tensor]:
         """Replace the placeholder rows of `hidden` [T, H] by the main embeddings; returns the L levels [V, H]."""

@@ -24,6 +24,7 @@ from common.checkpoint import (
     without_storage,
 )
 from common.errors import CheckpointError
+from decoder_svc.model.attention import select_attention
 from decoder_svc.model.text import TextModel
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,11 @@ LM_HEAD = "lm_head.weight"
 _EXPERTS = re.compile(r"^(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 
 
-def load_text_model(checkpoint_dir: Path, *, dtype: torch.dtype, device: str) -> TextModel:
-    """The language model of a checkpoint, ready to run. Attention is chosen at the first step, by the block size."""
+def load_text_model(checkpoint_dir: Path, *, dtype: torch.dtype, device: str, block_size: int = 16) -> TextModel:
+    """The language model of a checkpoint, ready to run.
+
+    `block_size` is that of the KV cache it will run over: it decides which attention kernels can be used.
+    """
     config = read_model_config(checkpoint_dir)
     stored = role_tensors(checkpoint_dir, "decoder")
     is_tied = config.tie_word_embeddings and not _has_own_lm_head(stored)
@@ -42,8 +46,9 @@ def load_text_model(checkpoint_dir: Path, *, dtype: torch.dtype, device: str) ->
         stored = _drop_tied_copy(stored)
     # transformers has parsed the part into an object; the MoE class has the dense one's fields and a few more.
     text_config = cast(Qwen3VLTextConfig, config.text_config)
+    attention = select_attention(device, dtype, block_size)
     with without_storage():
-        model = TextModel(text_config, tie_word_embeddings=is_tied)
+        model = TextModel(text_config, attention, tie_word_embeddings=is_tied)
     load_weights(model, stored, text_destinations(model, stored), dtype=dtype, device=device)
     return model.eval()
 

@@ -1,0 +1,11 @@
+"""A tiny model that is loaded once, in the reference's and in our form."""
+
+import pytest
+
+from tests.decoder_svc.engines import World, make_world
+from tests.decoder_svc.model.pairs import make_pair
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(make_pair(tmp_path_factory.mktemp("tiny"), is_moe=False, is_tied=False))

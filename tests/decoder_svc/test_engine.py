@@ -1,0 +1,436 @@
+"""The engine with a tiny model: the reference's tokens, whatever comes late, is taken away, fails or leaves."""
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.messages import GenerateRequest, MediaItem, SamplingParams
+from decoder_svc.engine import Engine
+from tests.decoder_svc.engines import Driver, World, make_engine
+from tests.decoder_svc.requests import PAD_ID, generate_request, greedy, key_of, picture
+
+TEXT = [5, 17, 200, 33, 7, 90, 121]
+MORE = [8, 9, 77]
+
+
+def driver(world: World, *, deliver: Callable[[str], Tensor | None] | None = None, **limits: int) -> Driver:
+    return Driver(make_engine(world.pair.model, **limits), deliver or world.embeddings.__getitem__)  # type: ignore[arg-type]
+
+
+def request_of(world: World, *parts: int | list[int], **fields: object) -> GenerateRequest:
+    ids, media = world.prompt(*parts)
+    return generate_request(ids, media=media, **fields)  # type: ignore[arg-type]
+
+
+def solo(world: World, request: GenerateRequest) -> list[list[int]]:
+    """What a request gives when it is alone in a large engine."""
+    alone = driver(world, num_blocks=200)
+    alone.add(request)
+    alone.run()
+    return [alone.outputs[request.request_id, choice] for choice in range(request.sampling.n)]
+
+
+def mixed_requests(world: World, max_tokens: int = 20, **sampling: object) -> list[GenerateRequest]:
+    """Text, one picture, pictures between texts, the same text with another picture, one picture twice."""
+    prompts: list[list[int | list[int]]] = [
+        [TEXT],
+        [[5], 2, TEXT],
+        [TEXT, 0, MORE, 1, [4]],
+        [TEXT, 1, MORE, 0, [4]],
+        [[6], 0, MORE, 0, TEXT],
+    ]
+    return [
+        request_of(world, *parts, request_id=f"r{i}", sampling=greedy(max_tokens, **sampling))
+        for i, parts in enumerate(prompts)
+    ]
+
+
+def check_against_reference(world: World, requests: list[GenerateRequest], done: Driver) -> None:
+    for request in requests:
+        expected = world.reference(request.prompt_token_ids, request.media, request.sampling.max_tokens)
+        assert len(set(expected)) >= 5, "the reference tells too little"
+        assert done.outputs[request.request_id, 0] == expected, request.request_id
+        end = done.ends[request.request_id, 0]
+        assert (end.finish_reason, end.stop_token_id) == ("length", None)
+        assert end.usage is not None
+        assert end.usage.prompt_tokens == len(request.prompt_token_ids)
+        assert end.usage.completion_tokens == request.sampling.max_tokens
+
+
+class LateDelivery:
+    """Embeddings that arrive some steps after they were asked for, in an order of chance."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._embeddings = world.embeddings
+        self._random = random.Random(seed)
+
+    def __call__(self, key: str) -> Tensor | None:
+        return self._embeddings[key] if self._random.random() < 0.3 else None
+
+
+def test_greedy_tokens_equal_the_reference_for_text_and_pictures_together(world: World) -> None:
+    requests = mixed_requests(world)
+    run = driver(world)
+    run.add(*requests)
+    run.run()
+    assert run.engine.scheduler.num_preemptions == 0
+    check_against_reference(world, requests, run)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tokens_are_the_same_when_embeddings_come_late_and_blocks_run_out(world: World, seed: int) -> None:
+    requests = mixed_requests(world)
+    run = driver(world, deliver=LateDelivery(world, seed), num_blocks=15, max_tokens_per_step=9, max_sequences=3)
+    run.add(*requests)
+    run.run()
+    assert run.engine.scheduler.num_preemptions > 0
+    check_against_reference(world, requests, run)
+
+
+def test_two_picture_requests_in_a_pool_for_one_and_a_half_give_their_solo_outputs(world: World) -> None:
+    requests = [
+        request_of(world, [number], 2, TEXT, 1, MORE, request_id=f"r{number}", sampling=greedy(16))
+        for number in range(2)
+    ]
+    run = driver(world, num_blocks=18)
+    run.add(*requests)
+    run.run()
+    assert run.engine.scheduler.num_preemptions > 0
+    asked = [key for request_id, keys in run.wanted if request_id == "r1" for key in keys]
+    assert len(asked) > 2, "a preempted request must ask again for embeddings that are gone"
+    for request in requests:
+        assert run.outputs[request.request_id, 0] == solo(world, request)[0]
+
+
+@pytest.mark.parametrize("max_tokens_per_step", [1, 7, 16, 200])
+def test_the_size_of_prefill_chunks_changes_no_token(world: World, max_tokens_per_step: int) -> None:
+    request = request_of(world, TEXT, 2, MORE, sampling=greedy(8))
+    run = driver(world, max_tokens_per_step=max_tokens_per_step)
+    run.add(request)
+    run.run()
+    check_against_reference(world, [request], run)
+
+
+def test_every_choice_is_its_own_and_the_prompt_is_shared(world: World) -> None:
+    request = request_of(world, TEXT, 0, MORE, sampling=SamplingParams(seed=5, max_tokens=12, temperature=1.5, n=4))
+    run = driver(world)
+    run.add(request)
+    run.run()
+    outputs = [run.outputs["r", choice] for choice in range(4)]
+    assert all(len(output) == 12 for output in outputs)
+    assert len({tuple(output) for output in outputs}) == 4
+    assert run.wanted == [("r", [key_of(0)])]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        greedy(16),
+        greedy(16, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3),
+        SamplingParams(seed=9, max_tokens=16, temperature=1.2, top_p=0.9, n=2, frequency_penalty=0.7),
+    ],
+)
+def test_a_request_that_is_resumed_with_its_outputs_so_far_goes_on_the_same(
+    world: World, sampling: SamplingParams
+) -> None:
+    request = request_of(world, TEXT, 1, MORE, sampling=sampling)
+    whole = solo(world, request)
+    for cut in (1, 7, 15):
+        run = driver(world)
+        run.add(request_of(world, TEXT, 1, MORE, sampling=sampling, attempt=1, outputs=[o[:cut] for o in whole]))
+        run.run()
+        assert [run.outputs["r", choice] for choice in range(sampling.n)] == whole
+        usage = run.ends["r", 0].usage
+        assert usage is not None
+        assert usage.completion_tokens == 16
+
+
+def test_penalties_are_applied_and_change_the_greedy_answer(world: World) -> None:
+    plain = solo(world, request_of(world, TEXT, sampling=greedy(24)))
+    penalised = solo(world, request_of(world, TEXT, sampling=greedy(24, presence_penalty=20.0)))
+    assert plain != penalised
+    assert len(set(penalised[0])) == 24
+
+
+def test_a_choice_that_had_ended_before_the_resumption_is_not_run_again(world: World) -> None:
+    sampling = greedy(6, n=2)
+    whole = solo(world, request_of(world, TEXT, sampling=sampling))
+    run = driver(world, max_model_len=len(TEXT) + 6)
+    run.add(request_of(world, TEXT, sampling=sampling, outputs=[whole[0], whole[1][:2]]))
+    assert run.ends["r", 0].finish_reason == "length"
+    assert run.ends["r", 0].tokens == []
+    run.run()
+    assert run.outputs["r", 1] == whole[1]
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(world: World) -> None:
+    [whole] = solo(world, request_of(world, TEXT, sampling=greedy(20)))
+    stop = whole[9]
+    run = driver(world)
+    run.add(request_of(world, TEXT, sampling=greedy(20, stop_token_ids=[stop])))
+    run.run()
+    end = run.ends["r", 0]
+    assert run.outputs["r", 0] == whole[: whole.index(stop)]
+    assert (end.finish_reason, end.stop_token_id, end.tokens) == ("stop", stop, [])
+    assert end.usage is not None
+    assert end.usage.completion_tokens == whole.index(stop) + 1
+
+
+def test_the_end_token_stops_unless_it_is_ignored(world: World) -> None:
+    [whole] = solo(world, request_of(world, TEXT, sampling=greedy(20)))
+    eos = whole[5]
+    run = driver(world, eos_token_ids=[eos])  # type: ignore[arg-type]
+    run.add(request_of(world, TEXT, request_id="ends", sampling=greedy(20)))
+    run.add(request_of(world, TEXT, request_id="ignores", sampling=greedy(20, ignore_eos=True)))
+    run.add(request_of(world, TEXT, request_id="waits", sampling=greedy(20, min_tokens=8)))
+    run.run()
+    assert run.outputs["ends", 0] == whole[: whole.index(eos)]
+    assert len(run.outputs["ignores", 0]) == 20
+    assert eos not in run.outputs["ignores", 0]
+    assert len(run.outputs["waits", 0]) >= 8
+
+
+def test_the_context_length_ends_an_answer(world: World) -> None:
+    run = driver(world, max_model_len=len(TEXT) + 5)
+    run.add(request_of(world, TEXT, sampling=greedy(100)))
+    run.run()
+    assert len(run.outputs["r", 0]) == 5
+    assert run.ends["r", 0].finish_reason == "length"
+
+
+def test_log_probabilities_come_with_every_token(world: World) -> None:
+    run = driver(world)
+    run.add(request_of(world, TEXT, sampling=greedy(6, num_logprobs=3)))
+    run.run()
+    for token, logprobs in zip(run.outputs["r", 0], run.logprobs["r", 0], strict=True):
+        assert logprobs.top[0][0] == token
+        assert logprobs.top[0][1] == pytest.approx(logprobs.logprob)
+
+
+def test_a_second_question_about_the_same_picture_needs_neither_embedding_nor_prefill(world: World) -> None:
+    run = driver(world)
+    run.add(request_of(world, TEXT, 2, [1, 2, 3, 4], MORE, request_id="first"))
+    run.run()
+    run.add(request_of(world, TEXT, 2, [1, 2, 3, 4], TEXT, request_id="second"))
+    assert run.wanted[-1] == ("second", [])
+    run.run()
+    usage = run.ends["second", 0].usage
+    assert usage is not None
+    assert usage.cached_tokens == 20
+    assert run.outputs["second", 0] == solo(world, request_of(world, TEXT, 2, [1, 2, 3, 4], TEXT))[0]
+
+
+def test_another_picture_in_the_same_text_never_gets_the_first_ones_answer(world: World) -> None:
+    world_of_two = {key_of(0): world.embeddings[key_of(0)], key_of(9): world.embeddings[key_of(0)].flip(0)}
+    run = driver(world, deliver=world_of_two.__getitem__)
+    answers = []
+    for name, number in (("a", 0), ("b", 9), ("a again", 0)):
+        media = [
+            MediaItem(key=key_of(number), modality="image", grid=m.grid, spans=m.spans)
+            for m in world.prompt(TEXT, 0, MORE)[1]
+        ]
+        run.add(generate_request(world.prompt(TEXT, 0, MORE)[0], media=media, request_id=name, sampling=greedy(12)))
+        run.run()
+        answers.append(run.outputs[name, 0])
+    cached = [run.ends[name, 0].usage.cached_tokens for name in ("a", "b", "a again")]  # type: ignore[union-attr]
+    assert answers[0] == answers[2] != answers[1]
+    assert cached == [0, 4, 12]
+
+
+class FailingModel(torch.nn.Module):
+    """Raises in steps that contain a certain token."""
+
+    def __init__(self, model: torch.nn.Module, bad_token: int) -> None:
+        super().__init__()
+        self.inner = model
+        self.bad_token = bad_token
+        self.config, self.device, self.dtype = model.config, model.device, model.dtype
+
+    def forward(self, model_input: object, kv_cache: object) -> Tensor:
+        if self.bad_token in model_input.input_ids.tolist():  # type: ignore[attr-defined]
+            raise RuntimeError("out of memory, say")
+        result: Tensor = self.inner(model_input, kv_cache)
+        return result
+
+
+def test_a_step_that_raises_ends_its_sequences_alone_and_the_engine_lives(world: World) -> None:
+    engine = make_engine(FailingModel(world.pair.model, 99))  # type: ignore[arg-type]
+    run = Driver(engine, world.embeddings.__getitem__)
+    run.add(request_of(world, TEXT, request_id="before", sampling=greedy(4)))
+    run.run()
+    run.add(request_of(world, [99], request_id="bad", sampling=greedy(4)), request_of(world, MORE, request_id="mate"))
+    run.run()
+    for name in ("bad", "mate"):
+        assert run.ends[name, 0].error is not None
+        assert run.ends[name, 0].error.code == "model_failure"  # type: ignore[union-attr]
+    run.add(request_of(world, TEXT, request_id="after", sampling=greedy(4)))
+    run.run()
+    assert run.outputs["after", 0] == run.outputs["before", 0]
+
+
+def test_an_embedding_that_is_not_finite_ends_its_request_alone(world: World) -> None:
+    poisoned = {**world.embeddings, key_of(1): world.embeddings[key_of(1)] * float("nan")}
+    run = driver(world, deliver=poisoned.__getitem__)
+    good = request_of(world, TEXT, 0, MORE, request_id="good")
+    run.add(request_of(world, TEXT, 1, MORE, request_id="bad", sampling=greedy(8, n=2)), good)
+    run.run()
+    assert run.ends["bad", 0].error.code == "model_failure"  # type: ignore[union-attr]
+    assert run.outputs["good", 0] == solo(world, good)[0]
+    run.deliver = world.embeddings.__getitem__  # type: ignore[assignment]
+    again = request_of(world, TEXT, 1, MORE, request_id="again")
+    run.add(again)
+    run.run()
+    assert run.outputs["again", 0] == solo(world, again)[0], "what the failed request computed was shared"
+
+
+def test_a_deadline_ends_a_sequence_that_waits_or_runs(world: World) -> None:
+    run = driver(world, deliver=lambda key: None)
+    run.add(request_of(world, TEXT, 0, MORE, request_id="waits", time_left_s=5.0), now=time.monotonic() - 10)
+    run.add(request_of(world, TEXT, request_id="runs"))
+    run.run()
+    assert run.ends["waits", 0].error.code == "deadline_exceeded"  # type: ignore[union-attr]
+    assert run.ends["runs", 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_cancelling_at_any_moment_gives_back_every_block_and_byte(world: World, seed: int) -> None:
+    chance = random.Random(seed)
+    run = driver(world, deliver=LateDelivery(world, seed), num_blocks=20, max_tokens_per_step=5)
+    for number in range(12):
+        run.add(request_of(world, [number], 2, TEXT, 0, MORE, request_id=f"r{number}", sampling=greedy(12, n=2)))
+        for _ in range(chance.randrange(12)):
+            run.step()
+        alive = [f"r{n}" for n in range(number + 1) if (f"r{n}", 0) not in run.ends]
+        for request_id in chance.sample(alive, min(len(alive), chance.randrange(3))):
+            run.note(run.engine.cancel(request_id))
+            run.ends.pop((request_id, 1), None)
+    for number in range(12):
+        run.note(run.engine.cancel(f"r{number}"))
+    run.check_idle()
+
+
+def test_a_new_attempt_replaces_the_old_one(world: World) -> None:
+    run = driver(world)
+    run.add(request_of(world, TEXT, sampling=greedy(8)))
+    for _ in range(3):
+        run.step()
+    given = list(run.outputs["r", 0])
+    run.add(request_of(world, TEXT, sampling=greedy(8), attempt=1, outputs=[given]))
+    run.run()
+    assert run.ends["r", 0].attempt == 1
+    assert run.outputs["r", 0] == solo(world, request_of(world, TEXT, sampling=greedy(8)))[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"prompt_token_ids": [1, 300]}, "vocabulary of 300"),
+        ({"outputs": [[300]]}, "vocabulary"),
+        ({"outputs": [[1]], "sampling": greedy(n=2)}, "1 outputs so far were given for n = 2"),
+        ({"outputs": [[1], [2]]}, "2 outputs so far were given for n = 1"),
+        ({"sampling": greedy(stop_token_ids=[300])}, "vocabulary"),
+        ({"sampling": greedy(logit_bias={300: 1.0})}, "vocabulary"),
+        ({"sampling": greedy(logit_bias={3: float("nan")})}, "not finite"),
+        ({"sampling": greedy(allowed_token_ids=[3])}, "allowed_token_ids"),
+        ({"sampling": greedy(grammar_kind="regex", grammar="a")}, "grammar_kind, grammar"),
+        ({"prompt_token_ids": list(range(200))}, "has 200 tokens"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_and_the_next_is_served(
+    world: World, fields: dict[str, object], word: str
+) -> None:
+    run = driver(world)
+    run.add(generate_request(**{"token_ids": TEXT, **fields}, request_id="bad"))  # type: ignore[arg-type]
+    error = run.ends["bad", 0].error
+    assert error is not None
+    assert word in error.message
+    run.add(request_of(world, TEXT, request_id="good"))
+    run.run()
+    assert run.ends["good", 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("offsets", "word"),
+    [([0, 2], "overlaps"), ([len(TEXT)], "leaves the prompt"), ([1000], "leaves the prompt")],
+)
+def test_spans_that_overlap_or_leave_the_prompt_are_refused(world: World, offsets: list[int], word: str) -> None:
+    run = driver(world)
+    run.add(generate_request(TEXT, media=[picture(n, offset) for n, offset in enumerate(offsets)]))
+    assert word in run.ends["r", 0].error.message  # type: ignore[union-attr]
+    run.check_idle()
+
+
+def test_more_choices_than_may_wait_are_refused_whole(world: World) -> None:
+    run = driver(world, max_waiting=3)
+    run.add(request_of(world, TEXT, 0, MORE, sampling=greedy(n=4)))
+    assert run.ends["r", 0].error.code == "overloaded"  # type: ignore[union-attr]
+    run.check_idle()
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once_and_the_next_is_served(world: World) -> None:
+    run = driver(world, num_blocks=8)
+    run.add(
+        request_of(world, TEXT, request_id="big", sampling=greedy(100)), request_of(world, TEXT, request_id="small")
+    )
+    assert "107 tokens of KV cache, but it holds 32" in run.ends["big", 0].error.message  # type: ignore[union-attr]
+    run.run()
+    assert run.ends["small", 0].finish_reason == "length"
+
+
+def test_an_embedding_that_comes_twice_or_for_nobody_is_released_at_once(world: World) -> None:
+    run = driver(world, embedding_cache_bytes=1 << 20)
+    run.add(request_of(world, TEXT, 0, MORE))
+    embedding = world.embeddings[key_of(0)]
+    for _ in range(3):
+        run.give(key_of(0), embedding)
+    assert run.charged == embedding.nbytes
+    run.give(key_of(2), world.embeddings[key_of(2)])
+    assert run.charged == embedding.nbytes
+    run.run()
+
+
+def test_a_picture_that_stays_in_memory_is_not_asked_for_again(world: World) -> None:
+    run = driver(world, embedding_cache_bytes=1 << 20)
+    run.add(request_of(world, TEXT, 0, MORE, request_id="first"))
+    run.run()
+    run.add(request_of(world, MORE, 0, TEXT, request_id="second"))
+    assert run.wanted[-1] == ("second", [])
+    run.run()
+
+
+def test_an_embedding_that_does_not_come_is_asked_for_once(world: World) -> None:
+    run = driver(world, deliver=lambda key: None)
+    run.add(request_of(world, TEXT, 0, MORE, sampling=greedy(4, n=2)))
+    for _ in range(5):
+        run.step()
+    assert run.wanted == [("r", [key_of(0)])]
+
+
+def test_the_request_that_is_next_in_need_is_told(world: World) -> None:
+    engine: Engine = make_engine(world.pair.model)
+    first: list[str | None] = []
+
+    def note(events: object) -> None:
+        first.extend(e.first_in_need for e in events if hasattr(e, "first_in_need"))  # type: ignore[attr-defined]
+
+    note(engine.add(request_of(world, TEXT, request_id="text"), time.monotonic()))
+    note(engine.add(request_of(world, TEXT, 0, request_id="a"), time.monotonic()))
+    note(engine.add(request_of(world, TEXT, 1, request_id="b"), time.monotonic()))
+    note(engine.cancel("a"))
+    note(engine.cancel("b"))
+    assert first == ["a", "b", None]
+
+
+def test_placeholders_of_a_picture_are_within_reach_of_penalties(world: World) -> None:
+    request = request_of(
+        world, TEXT, 0, MORE, sampling=greedy(8, repetition_penalty=1.3, frequency_penalty=1.0, num_logprobs=1)
+    )
+    run = driver(world)
+    run.add(request)
+    run.run()
+    assert PAD_ID in request.prompt_token_ids
+    assert all(torch.isfinite(torch.tensor(logprobs.logprob)) for logprobs in run.logprobs["r", 0])

@@ -1,0 +1,51 @@
+"""The start of the decoder: the size of its cache, and the tokens that end an answer."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from decoder_svc.__main__ import _eos_token_ids, _kv_cache
+from decoder_svc.config import DecoderSettings
+from tests.decoder_svc.engines import World
+
+CONFIG = SimpleNamespace(text_config=SimpleNamespace(eos_token_id=7))
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "expected"),
+    [
+        ({"eos_token_id": [3, 4]}, CONFIG, [3, 4]),
+        ({"eos_token_id": 3}, CONFIG, [3]),
+        ({"do_sample": True}, CONFIG, [7]),
+        (None, CONFIG, [7]),
+        (None, SimpleNamespace(eos_token_id=None), []),
+    ],
+)
+def test_the_end_tokens_are_those_of_the_generation_config_or_of_the_model(
+    tmp_path: Path, generation_config: dict[str, Any] | None, config: object, expected: list[int]
+) -> None:
+    if generation_config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+    assert _eos_token_ids(tmp_path, config) == expected
+
+
+@pytest.mark.parametrize("content", ["{", '{"eos_token_id": "x"}', "[]"])
+def test_a_damaged_generation_config_stops_the_start(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        _eos_token_ids(tmp_path, CONFIG)
+
+
+def test_the_cache_takes_the_bytes_that_it_is_given(world: World) -> None:
+    settings = DecoderSettings(model="m", kv_cache_bytes=100_000, block_size=4)
+    cache = _kv_cache(settings, world.pair.model)
+    assert 100_000 - cache.num_bytes / cache.num_blocks < cache.num_bytes <= 100_000
+
+
+def test_a_cache_too_small_for_two_blocks_stops_the_start_with_the_bytes_it_needs(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-bytes 100 .* give at least 8192"):
+        _kv_cache(DecoderSettings(model="m", kv_cache_bytes=100, block_size=4), world.pair.model)
