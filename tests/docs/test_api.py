@@ -1,0 +1,62 @@
+"""`docs/api.md` names every field of a request, and every one that is refused."""
+
+import re
+
+from fastapi.routing import APIRoute
+
+from common.image_header import DEFAULT_MAX_CANVAS_PIXELS, IMAGE_FORMATS
+from common.vision_grid import MAX_ASPECT_RATIO
+from encoder_svc.video_decode import DEFAULT_VIDEO_LIMITS
+from gateway_svc import openai_schema
+from gateway_svc.app import HttpLimits
+from gateway_svc.conversation import _RESERVED_KWARGS
+from gateway_svc.media_fetch import FetchLimits
+from tests.docs.tables import DOCS
+from tests.gateway_svc.fake_backend import harness
+
+PAGE = (DOCS / "api.md").read_text()
+
+
+def names_in(text: str) -> set[str]:
+    return set(re.findall(r"`([a-z_]+)`", text))
+
+
+def test_the_table_has_exactly_the_fields_that_are_read() -> None:
+    section = PAGE.partition("## Request fields")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set().union(*map(names_in, rows)) == set(openai_schema.ChatCompletionRequest.model_fields)
+
+
+def test_the_list_of_refused_fields_is_the_code_s() -> None:
+    refused = PAGE.partition("These fields are refused by name")[2].partition("Any other field")[0]
+    assert names_in(refused) == set(openai_schema._NOT_SERVED)
+
+
+def test_the_options_of_processors_and_templates_are_all_named() -> None:
+    row = next(line for line in PAGE.splitlines() if line.startswith("| `mm_processor_kwargs`"))
+    assert names_in(row) - {"mm_processor_kwargs"} == set(openai_schema.ProcessorKwargs.model_fields)
+    row = next(line for line in PAGE.splitlines() if line.startswith("| `chat_template_kwargs`"))
+    assert names_in(row) - {"chat_template_kwargs"} == set(_RESERVED_KWARGS)
+
+
+def test_every_route_is_listed() -> None:
+    paths = {route.path for route in harness().app.routes if isinstance(route, APIRoute)}
+    assert len(paths) >= 6
+    listed = {path.replace("{model}", "{model:path}") for path in re.findall(r"(?:GET|POST) (/[a-z0-9/{}._]+)", PAGE)}
+    assert paths <= listed
+
+
+def test_the_numbers_are_the_code_s() -> None:
+    video, fetch, http = DEFAULT_VIDEO_LIMITS, FetchLimits(), HttpLimits()
+    images = next(line for line in PAGE.splitlines() if line.startswith("| Images"))
+    assert set(IMAGE_FORMATS) <= {word.upper() for word in re.findall(r"\w+", images)}
+    assert f"{DEFAULT_MAX_CANVAS_PIXELS:,} pixels" in images
+    assert f"{MAX_ASPECT_RATIO} to 1" in images
+    assert f"{video.max_bytes >> 20} MiB, {video.max_frames:,} frames" in PAGE
+    assert f"and {video.max_decode_s:g} s of decoding" in PAGE
+    assert f"at most {fetch.max_redirects} redirects" in PAGE
+    assert f"at most {http.stream_open_s:g} s" in PAGE
+    assert f"every {http.keep_alive_s:g} s" in PAGE
+    assert f"1 to {openai_schema.MAX_CHOICES} choices" in PAGE
+    assert f"up to {openai_schema.MAX_STOPS} of up to {openai_schema.MAX_STOP_CHARACTERS:,} characters" in PAGE
+    assert f"up to {openai_schema.MAX_TOP_LOGPROBS} alternatives" in PAGE
