@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from common.errors import PeerUnreachable
-from common.messages import AnyMessage, Hello, LoadReport, Refused
+from common.messages import AnyMessage, Hello, LoadReport, Refused, Role
 from common.transport import Dealer, Payload
 
 logger = structlog.get_logger(__name__)
@@ -31,6 +31,7 @@ class Link:
         dealer: Dealer,
         hello: Callable[[], Hello],
         *,
+        role: Role | None = None,
         on_message: Callable[["Link", AnyMessage, Sequence[memoryview]], None],
         on_up: Callable[["Link"], None] = lambda link: None,
         on_down: Callable[["Link", str], None] = lambda link, instance_id: None,
@@ -43,6 +44,7 @@ class Link:
         self.refusal: str | None = None
         self._dealer = dealer
         self._hello = hello
+        self._role = role
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
@@ -103,6 +105,12 @@ class Link:
                 self._on_message(self, message, received.payload)
 
     def _accept_hello(self, hello: Hello) -> None:
+        if self._role is not None and hello.role != self._role:
+            refusal = f"{self.endpoint} is the address of a {hello.role}, not of a {self._role}: correct the setting"
+            if refusal != self.refusal:
+                logger.error("another kind of service answers", endpoint=self.endpoint, reason=refusal)
+            self.refusal = refusal
+            return
         previous = self.peer
         if previous is not None and previous.instance_id != hello.instance_id:
             self._go_down("another process answers at its address")

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from common import __version__
+from common.addresses import EncoderAddress
 from common.checkpoint import read_model_config
 from common.embedding_cache import EmbeddingCache
 from common.errors import ConfigError
@@ -52,6 +53,7 @@ class DecoderService:
     def __init__(self, settings: DecoderSettings) -> None:
         self._settings = settings
         self._context = zmq.asyncio.Context()
+        self._authenticator: Authenticator | None = None
         self._server: DecoderServer | None = None
 
     async def start(self) -> None:
@@ -60,7 +62,8 @@ class DecoderService:
         loaded = await asyncio.to_thread(_load, settings)
         keys = settings.curve_keys()
         if keys is not None:
-            Authenticator(self._context, keys).start()
+            self._authenticator = Authenticator(self._context, keys)
+            self._authenticator.start()
         control = Router(
             self._context,
             settings.control_endpoint,
@@ -68,7 +71,8 @@ class DecoderService:
             keys=keys,
             allow_insecure_bind=settings.allow_insecure_bind,
         )
-        fetcher = EncoderFetcher(self._context, settings.encoders, lambda: loaded.hello, keys)
+        encoders = [EncoderAddress.parse(value).data for value in settings.encoders]
+        fetcher = EncoderFetcher(self._context, encoders, lambda: loaded.hello, keys)
         cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
         server = DecoderServer(control, fetcher, loaded.engine, loaded.hello)
         server.inbox = EmbeddingInbox(

@@ -16,7 +16,8 @@ class DecoderSettings(CommonSettings):
     """Port of /health, /ready and /metrics."""
 
     encoders: tuple[str, ...] = ()
-    """Data addresses of the encoders to fetch embeddings from, such as tcp://host:7102. May be given several times."""
+    """Encoders, as for the gateway: CONTROL,DATA addresses, of which a decoder uses the second. May be given several
+    times."""
 
     device: str = "auto"
     """Device of the language model: cpu, cuda, cuda:1, or auto."""

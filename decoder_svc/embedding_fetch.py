@@ -66,6 +66,7 @@ class EncoderFetcher:
             Link(
                 Dealer(context, endpoint, name="encoder-data", max_payload_bytes=MAX_CHUNK_BYTES, keys=keys),
                 hello,
+                role="encoder",
                 on_message=self._on_message,
                 on_down=self._on_down,
             )

@@ -133,7 +133,7 @@ def plan(settings: UpSettings, run_dir: Path, log_dir: Path) -> Plan:
         port = free_port()
         arguments = ["--control-endpoint", control, "--http-port", str(port)]
         arguments += ["--max-model-len", str(settings.max_model_len)]
-        arguments += [word for _, data in encoders for word in ("--encoders", data)]
+        arguments += [word for pair in encoders for word in ("--encoders", ",".join(pair))]
         add(
             f"decoder-{i}", "decoder_svc", _url("127.0.0.1", port), [*compute, *arguments], cores[settings.encoders + i]
         )

@@ -22,13 +22,14 @@ from common.tensors import dtype_name, pick_device, pick_dtype, use_threads
 from common.transport import Authenticator, Router
 from encoder_svc.config import EncoderSettings
 from encoder_svc.embedding_store import EmbeddingStore
+from encoder_svc.media_reader import MediaReader
 from encoder_svc.model.vision import VisionTower
 from encoder_svc.model.weights import load_vision_tower
 from encoder_svc.pipeline import EncodePipeline
 from encoder_svc.runner import TowerRunner
 from encoder_svc.server import EncoderParts, EncoderServer
 from encoder_svc.shipping import Shipping
-from encoder_svc.video_decode import probe_video
+from encoder_svc.video_source import VideoLimits
 
 logger = structlog.get_logger(__name__)
 
@@ -46,6 +47,7 @@ class EncoderService:
     def __init__(self, settings: EncoderSettings) -> None:
         self._settings = settings
         self._context = zmq.asyncio.Context()
+        self._authenticator: Authenticator | None = None
         self._server: EncoderServer | None = None
 
     async def start(self) -> None:
@@ -54,7 +56,8 @@ class EncoderService:
         loaded = await asyncio.to_thread(_load, settings)
         keys = settings.curve_keys()
         if keys is not None:
-            Authenticator(self._context, keys).start()
+            self._authenticator = Authenticator(self._context, keys)
+            self._authenticator.start()
         control, data = (
             Router(
                 self._context,
@@ -127,8 +130,18 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
     store = EmbeddingStore(settings.hold_bytes, settings.lease_s)
     runner = TowerRunner(loaded.tower, fingerprint=fingerprint, wire_dtype=wire_dtype)
     cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+    reader = MediaReader(
+        loaded.processor,
+        max_canvas_pixels=settings.max_canvas_pixels,
+        video_limits=VideoLimits(
+            max_bytes=settings.max_media_bytes,
+            max_frames=settings.max_video_frames,
+            max_duration_s=settings.max_video_s,
+            max_decode_s=settings.max_video_decode_s,
+        ),
+    )
     pipeline = EncodePipeline(
-        processor=loaded.processor,
+        prepare=reader.prepare,
         runner=runner,
         store=store,
         cache=cache,
@@ -139,9 +152,7 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
     )
 
     async def probe(request: ProbeRequest, source: memoryview) -> VideoFacts:
-        processor = loaded.processor.with_options(request.options)
-        found = await pipeline.in_pool(lambda: probe_video(bytes(source), processor))
-        return VideoFacts(grid=found.grid_thw, frame_indices=found.frame_indices, timestamps=found.timestamps)
+        return await pipeline.in_pool(lambda: reader.probe(request, source))
 
     return EncoderParts(
         control=control,

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 
+from common.image_header import DEFAULT_MAX_CANVAS_PIXELS
 from common.messages import WireDtype
 from common.settings import CommonSettings, DtypeName
 
@@ -52,3 +53,15 @@ class EncoderSettings(CommonSettings):
 
     max_media_bytes: int = 256 << 20
     """Bytes of one image or video file."""
+
+    max_canvas_pixels: int = DEFAULT_MAX_CANVAS_PIXELS
+    """Pixels of one image before it is resized; each media thread may need 3 bytes for each."""
+
+    max_video_frames: int = 54_000
+    """Frames of one video file."""
+
+    max_video_s: float = 3600.0
+    """Seconds that one video may play."""
+
+    max_video_decode_s: float = 60.0
+    """Seconds that decoding one video may take."""

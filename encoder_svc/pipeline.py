@@ -15,16 +15,16 @@ from typing import TypeVar
 import structlog
 
 from common.embedding_cache import EmbeddingCache
-from common.errors import InvalidRequest, ModelFailure, Overloaded, TandemError
+from common.errors import ModelFailure, Overloaded, TandemError
 from common.messages import EncodeRequest, EncodeTimes
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
-from common.processor_config import ProcessorConfig
 from common.vision_grid import num_patches
 from encoder_svc.batcher import Batcher
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
-from encoder_svc.preprocess import PreparedMedia, preprocess_image, preprocess_video
+from encoder_svc.preprocess import PreparedMedia
 from encoder_svc.runner import TowerItem, TowerRunner
 
+Prepare = Callable[[EncodeRequest, memoryview], PreparedMedia]  # runs in the pool
 T = TypeVar("T")
 logger = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class EncodePipeline:
     def __init__(
         self,
         *,
-        processor: ProcessorConfig,
+        prepare: Prepare,
         runner: TowerRunner,
         store: EmbeddingStore,
         cache: EmbeddingCache | None,
@@ -68,7 +68,7 @@ class EncodePipeline:
         preprocess_threads: int,
         cache_queue_items: int = 64,
     ) -> None:
-        self._processor = processor
+        self._prepare = prepare
         self._runner = runner
         self._store = store
         self._cache = cache
@@ -181,18 +181,9 @@ class EncodePipeline:
         for request_id in self._flights[request.key].waiters:
             self._store.lease(request.key, request_id, time.monotonic())
         self._offer_to_cache(embedding)
-        return EncodeTimes(preprocess_s=prepared_at - began, forward_s=time.monotonic() - prepared_at)
-
-    def _prepare(self, request: EncodeRequest, source: memoryview) -> PreparedMedia:
-        processor = self._processor.with_options(request.options)
-        prepare = preprocess_image if request.modality == "image" else preprocess_video
-        prepared = prepare(bytes(source), processor)
-        if prepared.grid_thw != request.expected_grid:
-            raise InvalidRequest(
-                f"the {request.modality} decodes to grid {prepared.grid_thw}, its header promised "
-                f"{request.expected_grid}: the file is damaged or unusual; re-encode it"
-            )
-        return prepared
+        forward_s = self._runner.last_forward_s
+        queue_s = max(0.0, time.monotonic() - prepared_at - forward_s)
+        return EncodeTimes(queue_s=queue_s, preprocess_s=prepared_at - began, forward_s=forward_s)
 
     async def _run_batches(self) -> None:
         while True:

@@ -44,6 +44,7 @@ class TowerRunner:
         self._wire_dtype: WireDtype = wire_dtype
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self.patches_per_s = 0.0
+        self.last_forward_s = 0.0
         self.started_at: float | None = None  # when the forward that runs now began, for the liveness probe
 
     async def run(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
@@ -61,6 +62,7 @@ class TowerRunner:
 
     def _record(self, items: Sequence[TowerItem], seconds: float) -> None:
         patches = sum(item.pixel_values.shape[0] for item in items)
+        self.last_forward_s = seconds
         FORWARD_SECONDS.observe(seconds)
         BATCH_ITEMS.observe(len(items))
         PATCHES.inc(patches)

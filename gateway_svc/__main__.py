@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer
 
 from common import __version__
+from common.addresses import EncoderAddress
 from common.embedding_cache import EmbeddingCache
 from common.errors import ConfigError
 from common.hub import resolve_checkpoint
@@ -20,11 +21,9 @@ from common.messages import Modality
 from common.processor_config import ProcessorConfig
 from common.service import http_server, run_until_signal
 from common.settings import command_line
-from common.transport import Authenticator
 from gateway_svc.app import HttpLimits, create_app
 from gateway_svc.config import GatewaySettings
 from gateway_svc.detokenizer import TokenTable
-from gateway_svc.encoder_pool import EncoderAddress
 from gateway_svc.fleet import Fleet
 from gateway_svc.media_fetch import FetchLimits, MediaFetcher
 from gateway_svc.media_loader import MediaLimits, MediaLoader
@@ -38,14 +37,12 @@ async def serve(settings: GatewaySettings) -> None:
     """Run one gateway until a signal; streams that run are finished first."""
     context = zmq.asyncio.Context()
     keys = settings.curve_keys()
-    if keys is not None:
-        Authenticator(context, keys).start()
     cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
     fleet = Fleet(
         context,
         model=settings.model_name,
         instance_id=settings.instance_id,
-        encoders=[_encoder_address(value) for value in settings.encoders],
+        encoders=[EncoderAddress.parse(value) for value in settings.encoders],
         decoders=settings.decoders,
         cache=cache,
         keys=keys,
@@ -92,13 +89,6 @@ def _max_items(given: Mapping[str, int]) -> dict[Modality, int]:
         return msgspec.convert(given, dict[Modality, int])
     except msgspec.ValidationError as exc:
         raise ConfigError(f"--limit-mm-per-prompt {dict(given)} must give counts of image and video: {exc}") from exc
-
-
-def _encoder_address(value: str) -> EncoderAddress:
-    control, comma, data = value.partition(",")
-    if not comma or not control or not data:
-        raise ConfigError(f"--encoders {value!r} must be two addresses, CONTROL,DATA")
-    return EncoderAddress(control, data)
 
 
 def gateway(settings: Annotated[GatewaySettings, Parameter(name="*")]) -> None:

@@ -55,6 +55,7 @@ class DecoderPool:
             Link(
                 Dealer(context, endpoint, name="decoder", keys=keys),
                 hello,
+                role="decoder",
                 on_message=self._on_message,
                 on_up=lambda link: self._changed(),
                 on_down=self._on_down,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import structlog
 import zmq.asyncio
 
+from common.addresses import EncoderAddress
 from common.errors import EncoderUnavailable, PeerUnreachable, TandemError
 from common.link import Link
 from common.messages import (
@@ -30,14 +31,6 @@ logger = structlog.get_logger(__name__)
 
 Call = EncodeRequest | ProbeRequest
 Reply = EncodeReply | ProbeReply
-
-
-@dataclass(frozen=True)
-class EncoderAddress:
-    """Where one encoder listens."""
-
-    control: str
-    data: str
 
 
 @dataclass(frozen=True)
@@ -91,6 +84,7 @@ class EncoderPool:
             return Link(
                 Dealer(context, endpoint, name=name, keys=keys),
                 hello,
+                role="encoder",
                 on_message=self._on_message,
                 on_up=lambda link: self._changed(),
                 on_down=self._on_down,

@@ -14,6 +14,7 @@ import structlog
 import zmq.asyncio
 
 from common import __version__
+from common.addresses import EncoderAddress
 from common.embedding_cache import EmbeddingCache, FleetFacts
 from common.errors import DeadlineExceeded, EncoderUnavailable, ProtocolError, TandemError, error_info
 from common.messages import GenerateRequest, Hello, MediaOptions, ProbeReply, ProbeRequest, VideoFacts
@@ -21,7 +22,7 @@ from common.metrics import Counter, Gauge
 from common.transport import CurveKeys
 from gateway_svc.backend import GenerationEvent
 from gateway_svc.decoder_pool import DecoderPool
-from gateway_svc.encoder_pool import EncoderAddress, EncoderPeer, EncoderPool
+from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
 from gateway_svc.generation import Generation
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_resolver import ENCODER_WAIT_S, wait_for_change

@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from common.errors import PeerUnreachable, ProtocolError
 from common.link import Link
-from common.messages import AnyMessage, Cancel, LoadReport, Refused
+from common.messages import AnyMessage, Cancel, LoadReport, Refused, Role
 from common.transport import Dealer, Router
 from common.wire import error_detail
 from tests.common.sockets import Greeter, background, eventually, hello, ipc_address, zmq_context
@@ -44,13 +44,16 @@ class Story:
 
 
 @contextlib.asynccontextmanager
-async def linked(context: zmq.asyncio.Context, endpoint: str, liveness_s: float = 30.0) -> AsyncIterator[Story]:
+async def linked(
+    context: zmq.asyncio.Context, endpoint: str, liveness_s: float = 30.0, role: Role | None = None
+) -> AsyncIterator[Story]:
     def on_message(link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
         story.messages.append(message)
 
     link = Link(
         Dealer(context, endpoint, name="test-dealer"),
         lambda: hello("gateway", "g-1"),
+        role=role,
         on_message=on_message,
         on_up=lambda link: story.events.append(f"up {link.peer.instance_id if link.peer else None}"),
         on_down=lambda link, instance_id: story.events.append(f"down {instance_id}"),
@@ -101,6 +104,15 @@ async def test_a_load_report_that_says_draining_ends_readiness_at_once(
         await eventually(lambda: not story.link.is_ready)
         assert story.link.load is not None
         assert story.link.load.queue_s == 2.0
+
+
+async def test_a_service_of_another_role_never_counts_as_up(context: zmq.asyncio.Context, router: Router) -> None:
+    greeter = Greeter(router, ENCODER)
+    async with linked(context, router.endpoint, role="decoder") as story, background(greeter.run()):
+        await eventually(lambda: story.link.refusal is not None)
+        assert "not of a decoder" in (story.link.refusal or "")
+        assert not story.link.is_up
+    assert story.events == []
 
 
 async def test_messages_reach_the_owner(context: zmq.asyncio.Context, router: Router) -> None:

@@ -1,5 +1,6 @@
 """Engines over tiny models, driven step by step without sockets or threads, and the reference's answers."""
 
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -14,7 +15,7 @@ from decoder_svc.engine import Engine, EngineLimits, Event, MediaBudget, MediaWa
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.text import TextModel
 from tests.decoder_svc.model.pairs import Pair
-from tests.decoder_svc.requests import MERGE_SIZE, PAD_ID, picture
+from tests.decoder_svc.requests import MERGE_SIZE, PAD_ID, generate_request, picture
 
 BLOCK_SIZE = 4
 
@@ -172,3 +173,31 @@ def make_world(pair: Pair) -> World:
         pixels[key] = torch.randn(grid[1] * grid[2], 1536, generator=generator)
         embeddings[key] = pair.payload(pixels[key], [list(grid)])
     return World(pair, pixels, grids, embeddings)
+
+
+def driver(world: World, *, deliver: Callable[[str], Tensor | None] | None = None, **limits: Any) -> Driver:
+    return Driver(make_engine(world.pair.model, **limits), deliver or world.embeddings.__getitem__)
+
+
+def request_of(world: World, *parts: int | list[int], **fields: Any) -> GenerateRequest:
+    ids, media = world.prompt(*parts)
+    return generate_request(ids, media=media, **fields)
+
+
+def solo(world: World, request: GenerateRequest) -> list[list[int]]:
+    """What a request gives when it is alone in a large engine."""
+    alone = driver(world, num_blocks=200)
+    alone.add(request)
+    alone.run()
+    return [alone.outputs[request.request_id, choice] for choice in range(request.sampling.n)]
+
+
+class LateDelivery:
+    """Embeddings that arrive some steps after they were asked for, in an order of chance."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._embeddings = world.embeddings
+        self._random = random.Random(seed)
+
+    def __call__(self, key: str) -> Tensor | None:
+        return self._embeddings[key] if self._random.random() < 0.3 else None

@@ -11,8 +11,10 @@ import pytest
 from common.errors import InvalidRequest, ModelFailure, Overloaded, UnsupportedMedia
 from common.messages import EmbeddingHeader, EncodeRequest
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
+from encoder_svc.media_reader import MediaReader
 from encoder_svc.pipeline import EncodePipeline
 from encoder_svc.runner import TowerItem
+from encoder_svc.video_source import VideoLimits
 from tests.common.sockets import background, eventually
 from tests.encoder_svc.embeddings import FINGERPRINT, held, key
 from tests.media_samples import DEMO_PROCESSOR, flat_frames, png, video_file
@@ -30,6 +32,7 @@ class FakeRunner:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fails_on: Callable[[Sequence[TowerItem]], Exception | None] = lambda items: None
     patches_per_s: float = 100.0
+    last_forward_s: float = 0.01
     started_at: float | None = None
     num_bytes: int = 1024
     is_closed: bool = False
@@ -102,7 +105,7 @@ async def running(
         cache.gate.set()
     options: dict[str, Any] = {"max_patches_per_batch": 4096, "max_items_per_batch": 8, "max_queued_patches": 1 << 20}
     pipeline = EncodePipeline(
-        processor=DEMO_PROCESSOR,
+        prepare=MediaReader(DEMO_PROCESSOR, max_canvas_pixels=1 << 24, video_limits=VideoLimits()).prepare,
         runner=runner,  # type: ignore[arg-type]
         store=store,
         cache=cache,  # type: ignore[arg-type]

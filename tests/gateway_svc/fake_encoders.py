@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq.asyncio
 
+from common.addresses import EncoderAddress
 from common.errors import TandemError
 from common.messages import AnyMessage, Cancel, EncodeReply, EncodeRequest, Hello, LoadReport, ProbeReply, ProbeRequest
 from common.transport import Router
 from common.wire import error_detail
-from gateway_svc.encoder_pool import EncoderAddress, EncoderPool
+from gateway_svc.encoder_pool import EncoderPool
 from tests.common.sockets import background, eventually, hello
 
 FINGERPRINT = "f" * 64

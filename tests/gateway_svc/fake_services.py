@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq.asyncio
 
+from common.addresses import EncoderAddress
 from common.embedding import ExpectedEmbedding
 from common.embedding_cache import FleetFacts
 from common.errors import TandemError
@@ -30,7 +31,6 @@ from common.messages import (
 )
 from common.transport import Router
 from common.wire import error_detail
-from gateway_svc.encoder_pool import EncoderAddress
 from gateway_svc.fleet import Fleet
 
 FINGERPRINT = "f" * 64

@@ -1,0 +1,210 @@
+"""The engine when steps raise, embeddings are bad, time runs out, requests leave or can never be served."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoder_svc.engine import Engine
+from tests.decoder_svc.engines import Driver, LateDelivery, World, driver, make_engine, request_of, solo
+from tests.decoder_svc.requests import PAD_ID, generate_request, greedy, key_of, picture
+
+TEXT = [5, 17, 200, 33, 7, 90, 121]
+MORE = [8, 9, 77]
+
+
+class FailingModel(torch.nn.Module):
+    """Raises in steps that contain a certain token."""
+
+    def __init__(self, model: torch.nn.Module, bad_token: int) -> None:
+        super().__init__()
+        self.inner = model
+        self.bad_token = bad_token
+        self.config, self.device, self.dtype = model.config, model.device, model.dtype
+
+    def forward(self, model_input: object, kv_cache: object) -> Tensor:
+        if self.bad_token in model_input.input_ids.tolist():  # type: ignore[attr-defined]
+            raise RuntimeError("out of memory, say")
+        result: Tensor = self.inner(model_input, kv_cache)
+        return result
+
+
+def test_a_step_that_raises_ends_its_sequences_alone_and_the_engine_lives(world: World) -> None:
+    engine = make_engine(FailingModel(world.pair.model, 99))  # type: ignore[arg-type]
+    run = Driver(engine, world.embeddings.__getitem__)
+    run.add(request_of(world, TEXT, request_id="before", sampling=greedy(4)))
+    run.run()
+    run.add(request_of(world, [99], request_id="bad", sampling=greedy(4)), request_of(world, MORE, request_id="mate"))
+    run.run()
+    for name in ("bad", "mate"):
+        assert run.ends[name, 0].error is not None
+        assert run.ends[name, 0].error.code == "model_failure"  # type: ignore[union-attr]
+    run.add(request_of(world, TEXT, request_id="after", sampling=greedy(4)))
+    run.run()
+    assert run.outputs["after", 0] == run.outputs["before", 0]
+
+
+def test_an_embedding_that_is_not_finite_ends_its_request_alone(world: World) -> None:
+    poisoned = {**world.embeddings, key_of(1): world.embeddings[key_of(1)] * float("nan")}
+    run = driver(world, deliver=poisoned.__getitem__)
+    good = request_of(world, TEXT, 0, MORE, request_id="good")
+    run.add(request_of(world, TEXT, 1, MORE, request_id="bad", sampling=greedy(8, n=2)), good)
+    run.run()
+    assert run.ends["bad", 0].error.code == "model_failure"  # type: ignore[union-attr]
+    assert run.outputs["good", 0] == solo(world, good)[0]
+    run.deliver = world.embeddings.__getitem__  # type: ignore[assignment]
+    again = request_of(world, TEXT, 1, MORE, request_id="again")
+    run.add(again)
+    run.run()
+    assert run.outputs["again", 0] == solo(world, again)[0], "what the failed request computed was shared"
+
+
+def test_a_deadline_ends_a_sequence_that_waits_or_runs(world: World) -> None:
+    run = driver(world, deliver=lambda key: None)
+    run.add(request_of(world, TEXT, 0, MORE, request_id="waits", time_left_s=5.0), now=time.monotonic() - 10)
+    run.add(request_of(world, TEXT, request_id="runs"))
+    run.run()
+    assert run.ends["waits", 0].error.code == "deadline_exceeded"  # type: ignore[union-attr]
+    assert run.ends["runs", 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_cancelling_at_any_moment_gives_back_every_block_and_byte(world: World, seed: int) -> None:
+    chance = random.Random(seed)
+    run = driver(world, deliver=LateDelivery(world, seed), num_blocks=20, max_tokens_per_step=5)
+    for number in range(12):
+        run.add(request_of(world, [number], 2, TEXT, 0, MORE, request_id=f"r{number}", sampling=greedy(12, n=2)))
+        for _ in range(chance.randrange(12)):
+            run.step()
+        alive = [f"r{n}" for n in range(number + 1) if (f"r{n}", 0) not in run.ends]
+        for request_id in chance.sample(alive, min(len(alive), chance.randrange(3))):
+            run.note(run.engine.cancel(request_id))
+            run.ends.pop((request_id, 1), None)
+    for number in range(12):
+        run.note(run.engine.cancel(f"r{number}"))
+    run.check_idle()
+
+
+def test_a_new_attempt_replaces_the_old_one(world: World) -> None:
+    run = driver(world)
+    run.add(request_of(world, TEXT, sampling=greedy(8)))
+    for _ in range(3):
+        run.step()
+    given = list(run.outputs["r", 0])
+    run.add(request_of(world, TEXT, sampling=greedy(8), attempt=1, outputs=[given]))
+    run.run()
+    assert run.ends["r", 0].attempt == 1
+    assert run.outputs["r", 0] == solo(world, request_of(world, TEXT, sampling=greedy(8)))[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"prompt_token_ids": [1, 300]}, "vocabulary of 300"),
+        ({"outputs": [[300]]}, "vocabulary"),
+        ({"outputs": [[1]], "sampling": greedy(n=2)}, "1 outputs so far were given for n = 2"),
+        ({"outputs": [[1], [2]]}, "2 outputs so far were given for n = 1"),
+        ({"sampling": greedy(stop_token_ids=[300])}, "vocabulary"),
+        ({"sampling": greedy(logit_bias={300: 1.0})}, "vocabulary"),
+        ({"sampling": greedy(logit_bias={3: float("nan")})}, "not finite"),
+        ({"sampling": greedy(allowed_token_ids=[3])}, "allowed_token_ids"),
+        ({"sampling": greedy(grammar_kind="regex", grammar="a")}, "grammar_kind, grammar"),
+        ({"prompt_token_ids": list(range(200))}, "has 200 tokens"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_and_the_next_is_served(
+    world: World, fields: dict[str, object], word: str
+) -> None:
+    run = driver(world)
+    run.add(generate_request(**{"token_ids": TEXT, **fields}, request_id="bad"))  # type: ignore[arg-type]
+    error = run.ends["bad", 0].error
+    assert error is not None
+    assert word in error.message
+    run.add(request_of(world, TEXT, request_id="good"))
+    run.run()
+    assert run.ends["good", 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("offsets", "word"),
+    [([0, 2], "overlaps"), ([len(TEXT)], "leaves the prompt"), ([1000], "leaves the prompt")],
+)
+def test_spans_that_overlap_or_leave_the_prompt_are_refused(world: World, offsets: list[int], word: str) -> None:
+    run = driver(world)
+    run.add(generate_request(TEXT, media=[picture(n, offset) for n, offset in enumerate(offsets)]))
+    assert word in run.ends["r", 0].error.message  # type: ignore[union-attr]
+    run.check_idle()
+
+
+def test_more_choices_than_may_wait_are_refused_whole(world: World) -> None:
+    run = driver(world, max_waiting=3)
+    run.add(request_of(world, TEXT, 0, MORE, sampling=greedy(n=4)))
+    assert run.ends["r", 0].error.code == "overloaded"  # type: ignore[union-attr]
+    run.check_idle()
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once_and_the_next_is_served(world: World) -> None:
+    run = driver(world, num_blocks=8)
+    run.add(
+        request_of(world, TEXT, request_id="big", sampling=greedy(100)), request_of(world, TEXT, request_id="small")
+    )
+    assert "107 tokens of KV cache, but it holds 32" in run.ends["big", 0].error.message  # type: ignore[union-attr]
+    run.run()
+    assert run.ends["small", 0].finish_reason == "length"
+
+
+def test_an_embedding_that_comes_twice_or_for_nobody_is_released_at_once(world: World) -> None:
+    run = driver(world, embedding_cache_bytes=1 << 20)
+    run.add(request_of(world, TEXT, 0, MORE))
+    embedding = world.embeddings[key_of(0)]
+    for _ in range(3):
+        run.give(key_of(0), embedding)
+    assert run.charged == embedding.nbytes
+    run.give(key_of(2), world.embeddings[key_of(2)])
+    assert run.charged == embedding.nbytes
+    run.run()
+
+
+def test_a_picture_that_stays_in_memory_is_not_asked_for_again(world: World) -> None:
+    run = driver(world, embedding_cache_bytes=1 << 20)
+    run.add(request_of(world, TEXT, 0, MORE, request_id="first"))
+    run.run()
+    run.add(request_of(world, MORE, 0, TEXT, request_id="second"))
+    assert run.wanted[-1] == ("second", [])
+    run.run()
+
+
+def test_an_embedding_that_does_not_come_is_asked_for_once(world: World) -> None:
+    run = driver(world, deliver=lambda key: None)
+    run.add(request_of(world, TEXT, 0, MORE, sampling=greedy(4, n=2)))
+    for _ in range(5):
+        run.step()
+    assert run.wanted == [("r", [key_of(0)])]
+
+
+def test_the_request_that_is_next_in_need_is_told(world: World) -> None:
+    engine: Engine = make_engine(world.pair.model)
+    first: list[str | None] = []
+
+    def note(events: object) -> None:
+        first.extend(e.first_in_need for e in events if hasattr(e, "first_in_need"))  # type: ignore[attr-defined]
+
+    note(engine.add(request_of(world, TEXT, request_id="text"), time.monotonic()))
+    note(engine.add(request_of(world, TEXT, 0, request_id="a"), time.monotonic()))
+    note(engine.add(request_of(world, TEXT, 1, request_id="b"), time.monotonic()))
+    note(engine.cancel("a"))
+    note(engine.cancel("b"))
+    assert first == ["a", "b", None]
+
+
+def test_placeholders_of_a_picture_are_within_reach_of_penalties(world: World) -> None:
+    request = request_of(
+        world, TEXT, 0, MORE, sampling=greedy(8, repetition_penalty=1.3, frequency_penalty=1.0, num_logprobs=1)
+    )
+    run = driver(world)
+    run.add(request)
+    run.run()
+    assert PAD_ID in request.prompt_token_ids
+    assert all(torch.isfinite(torch.tensor(logprobs.logprob)) for logprobs in run.logprobs["r", 0])
