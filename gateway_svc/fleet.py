@@ -26,7 +26,7 @@ from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
 from gateway_svc.generation import Generation
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_resolver import ENCODER_WAIT_S, wait_for_change
-from gateway_svc.routing import rendezvous_order
+from gateway_svc.routing import fingerprint_of, rendezvous_order
 
 logger = structlog.get_logger(__name__)
 
@@ -181,10 +181,8 @@ class Fleet:
         }
 
     def _ready_fingerprint(self) -> str | None:
-        """That of the first ready encoder by id, so that all gateways of a changing fleet agree."""
-        ready = self.encoders.ready()
-        hello = ready[min(ready)].hello if ready else None
-        return hello.fingerprint if hello is not None else None
+        hellos = [hello for peer in self.encoders.ready().values() if (hello := peer.hello) is not None]
+        return fingerprint_of(hellos, self.decoders.last_hello)
 
     def _on_encoder_change(self) -> None:
         self._fingerprint = self._ready_fingerprint() or self._fingerprint

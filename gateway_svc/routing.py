@@ -1,8 +1,11 @@
 """Which encoder owns a picture, and which decoder takes a request. Pure: lists in, choices out."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
+
+from common.messages import Hello
 
 T = TypeVar("T")
 
@@ -18,6 +21,17 @@ def owner_bounded_by_load(order: Sequence[str], queue_s: Mapping[str, float], *,
         return []
     bound = min(queue_s[peer] for peer in order) + slack_s
     return sorted(order, key=lambda peer: queue_s[peer] > bound)
+
+
+def fingerprint_of(encoders: Sequence[Hello], decoder: Hello | None) -> str | None:
+    """The fingerprint to use in a fleet that may hold several, as during an update: of most encoders that fit.
+
+    An encoder fits when its embeddings have the width and the levels that the decoders expect. When none does, the
+    choice is made among all, so that the decoder's refusal names the difference.
+    """
+    fitting = [e for e in encoders if decoder is not None and (e.width, e.levels) == (decoder.width, decoder.levels)]
+    counts = Counter(hello.fingerprint for hello in fitting or encoders if hello.fingerprint is not None)
+    return min(counts, key=lambda fingerprint: (-counts[fingerprint], fingerprint), default=None)
 
 
 def least_loaded(peers: Sequence[T], load: Callable[[T], float]) -> T | None:

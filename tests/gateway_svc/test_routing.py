@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_svc.routing import least_loaded, owner_bounded_by_load, rendezvous_order
+from gateway_svc.routing import fingerprint_of, least_loaded, owner_bounded_by_load, rendezvous_order
+from tests.common.sockets import hello
 
 IDS = [f"encoder-{index}" for index in range(5)]
 KEYS = [f"{index:064x}" for index in range(500)]
@@ -49,3 +50,15 @@ def test_the_bound_loses_no_one_and_keeps_the_order_of_equals(order: list[str], 
 def test_the_least_loaded_is_the_first_of_equals() -> None:
     assert least_loaded(["bb", "a", "c"], len) == "a"
     assert least_loaded([], len) is None
+
+
+def test_in_a_mixed_fleet_the_fingerprint_is_that_of_most_encoders_that_fit_the_decoder() -> None:
+    decoder = hello("decoder", "d", width=192, levels=3)
+    old = [hello(instance_id=f"o{i}", fingerprint="a" * 64, width=192, levels=3) for i in range(2)]
+    new = [hello(instance_id="n", fingerprint="b" * 64, width=192, levels=3)]
+    others = [hello(instance_id=f"x{i}", fingerprint="c" * 64, width=64, levels=3) for i in range(5)]
+    assert fingerprint_of([*others, *new, *old], decoder) == "a" * 64
+    assert fingerprint_of([*others, *new], decoder) == "b" * 64
+    assert fingerprint_of(others, decoder) == "c" * 64, "so that the refusal names the width"
+    assert fingerprint_of([*new, *old[:1]], None) == "a" * 64, "a tie is decided alike by all gateways"
+    assert fingerprint_of([], decoder) is None
