@@ -340,7 +340,7 @@ class TokenLogprobs(Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Token counts of one finished choice."""
+    """Token counts of one choice so far. Sent with its first token and with its end."""
 
     prompt_tokens: Count
     completion_tokens: Count

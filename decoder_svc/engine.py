@@ -210,7 +210,8 @@ class Engine:
 
     def _accept(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceTokens:
         """Append a token, or end the sequence with it."""
-        if sequence.first_token_at is None:
+        is_first = sequence.first_token_at is None
+        if is_first:
             sequence.first_token_at = now
         sampling = sequence.sampling
         is_stop = token.token_id in sampling.stop_token_ids or (
@@ -222,7 +223,8 @@ class Engine:
         report = _tokens(sequence, token)
         sequence.output_token_ids.append(token.token_id)
         if not self._is_full(sequence):
-            return report
+            # With the first token, so that the cached tokens are known also if the gateway ends the request itself.
+            return msgspec.structs.replace(report, usage=_usage(sequence, False)) if is_first else report
         self._forget(sequence)
         return _ended(report, sequence, "length", None, now)
 
@@ -364,7 +366,7 @@ def _ended(
 
 
 def _usage(sequence: Sequence, is_stop: bool) -> Usage:
-    """Counts of a finished sequence; the token that stopped it counts, as in vLLM."""
+    """Counts so far; the token that stopped it counts, as in vLLM."""
     return Usage(
         prompt_tokens=sequence.num_prompt_tokens,
         completion_tokens=len(sequence.output_token_ids) + int(is_stop),

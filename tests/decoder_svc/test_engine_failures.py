@@ -3,10 +3,12 @@
 import random
 import time
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from common.messages import SequenceTokens, Usage
 from decoder_svc.engine import Engine
 from tests.decoder_svc.engines import Driver, LateDelivery, World, driver, make_engine, request_of, solo
 from tests.decoder_svc.requests import PAD_ID, generate_request, greedy, key_of, picture
@@ -208,3 +210,17 @@ def test_placeholders_of_a_picture_are_within_reach_of_penalties(world: World) -
     run.run()
     assert PAD_ID in request.prompt_token_ids
     assert all(torch.isfinite(torch.tensor(logprobs.logprob)) for logprobs in run.logprobs["r", 0])
+
+
+def test_the_first_token_tells_what_was_cached_for_requests_that_are_ended_from_outside(world: World) -> None:
+    run = driver(world)
+    request = request_of(world, list(range(1, 60)), request_id="first", sampling=greedy(4))
+    run.add(request)
+    run.run()
+    again = msgspec.structs.replace(request, request_id="again")
+    events = run.engine.add(again, now=time.monotonic())
+    while not (tokens := [event for event in events if isinstance(event, SequenceTokens)]):
+        events, _ = run.engine.step()
+    assert tokens[0].finish_reason is None
+    assert tokens[0].usage == Usage(prompt_tokens=59, completion_tokens=1, cached_tokens=48)
+    run.engine.cancel("again")
