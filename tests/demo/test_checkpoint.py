@@ -12,8 +12,15 @@ from demo.reference import MODEL, Reference
 from demo.scenes import Scene, Shape, paint
 
 FILES = (
-    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "preprocessor_config.json", "video_preprocessor_config.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 pytestmark = pytest.mark.skipif(not (MODEL / "model.safetensors").exists(), reason="no demo checkpoint in demo/model")
 
@@ -75,15 +82,18 @@ def test_the_template_writes_tools_and_their_calls() -> None:
     assert "<|im_start|>user\n<tool_response>\ndone\n</tool_response><|im_end|>" in text
 
 
-@pytest.mark.parametrize(("question", "answer"), [
-    ("What is in the picture?", "A red circle and a blue square."),
-    ("What colour is the circle?", "Red."),
-    ("What shape is blue?", "Square."),
-    ("Is the red circle left of the blue square?", "Yes."),
-    ("Is the red circle right of the blue square?", "No."),
-    ("How many shapes are there?", "Two."),
-    ("Where is the red circle?", "Left."),
-])
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("What is in the picture?", "A red circle and a blue square."),
+        ("What colour is the circle?", "Red."),
+        ("What shape is blue?", "Square."),
+        ("Is the red circle left of the blue square?", "Yes."),
+        ("Is the red circle right of the blue square?", "No."),
+        ("How many shapes are there?", "Two."),
+        ("Where is the red circle?", "Left."),
+    ],
+)
 def test_a_red_circle_left_of_a_blue_square_is_seen(
     reference: Reference, red_left_of_blue: Image.Image, question: str, answer: str
 ) -> None:

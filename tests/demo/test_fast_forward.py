@@ -61,8 +61,12 @@ def test_every_branch_equals_a_conversation_of_its_own(
                     continue
                 ids = torch.cat((prefix, batch["slot_ids"][row, slot][chosen]))[None]
                 types = (ids == maker.image_pad).int() + 2 * (ids == maker.video_pad).int()
-                expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=types,
-                                 **media_of(batch, row, kind)).logits[0, len(prefix):]
+                expected = model(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    mm_token_type_ids=types,
+                    **media_of(batch, row, kind),
+                ).logits[0, len(prefix) :]
                 error = (logits[row, slot][chosen] - expected).abs().max() / expected.abs().max()
                 assert error < 2e-5
                 compared += 1
