@@ -1,8 +1,8 @@
 """The life of a process: start, run until told to stop, drain, leave; and its probes on a port of its own.
 
-`run_service` owns signals, the HTTP server of `/health`, `/ready` and `/metrics`, and the exit code. A service is
-anything with the four methods of `Service`. SIGTERM or SIGINT begins a drain; a second one ends the process at
-once. Any task that fails ends the process with exit code 1 and a traceback in the log. Runs in the main thread.
+`run_service` owns signals, the HTTP server of `/health`, `/ready` and `/metrics`, and the exit code. SIGTERM or SIGINT
+begins a drain; a second one ends the process at once. Any task that fails ends the process with exit code 1 and a
+traceback in the log. Runs in the main thread.
 """
 
 import asyncio
@@ -26,11 +26,17 @@ from common.metrics import CONTENT_TYPE_LATEST, generate_latest
 logger = structlog.get_logger(__name__)
 
 
-class Service(Protocol):
-    """What `run_service` runs."""
+class Server(Protocol):
+    """What serves once a service has loaded."""
 
-    async def start(self) -> None:
-        """Load and bind. Raises ConfigError when this can never work."""
+    @property
+    def is_draining(self) -> bool:
+        """Whether new work is refused."""
+        ...
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the work at hand takes longer than any should."""
         ...
 
     async def run(self) -> None:
@@ -38,16 +44,40 @@ class Service(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Refuse new work and finish what runs. Called once, while `run` goes on; bounded by the caller."""
+        """Refuse new work and finish what runs."""
         ...
+
+
+class Service:
+    """What loads for a while and is a server from then on: live all the time, ready once it serves."""
+
+    def __init__(self, open_server: Callable[[], Awaitable[Server]], facts: dict[str, object]) -> None:
+        """`open_server` loads and binds; `facts` are what `/ready` shows."""
+        self._open_server = open_server
+        self._facts = facts
+        self._server: Server | None = None
+
+    async def start(self) -> None:
+        """Load and bind."""
+        self._server = await self._open_server()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        assert self._server is not None
+        await self._server.run()
+
+    async def drain(self) -> None:
+        """Finish what runs; one that still loads has nothing to finish."""
+        if self._server is not None:
+            await self._server.drain()
 
     def is_alive(self) -> bool:
-        """Whether work makes progress: false asks for a restart."""
-        ...
+        """False when the work at hand hangs."""
+        return self._server is None or not self._server.is_stalled
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Whether new work is welcome, and the details that `/ready` shows."""
-        ...
+        """Ready when loaded and not draining."""
+        return self._server is not None and not self._server.is_draining, self._facts
 
 
 class EmbeddedServer(uvicorn.Server):

@@ -21,7 +21,7 @@ from common.errors import ConfigError
 from common.hub import resolve_checkpoint
 from common.logs import configure_logs
 from common.messages import Hello, Limits
-from common.service import run_service
+from common.service import Service, run_service
 from common.settings import command_line
 from common.tensors import pick_device, pick_dtype, use_threads
 from common.transport import Authenticator, Router
@@ -47,72 +47,43 @@ class _Loaded:
     itemsize: int
 
 
-class DecoderService:
-    """The decoder as a `common.service.Service`."""
-
-    def __init__(self, settings: DecoderSettings) -> None:
-        self._settings = settings
-        self._context = zmq.asyncio.Context()
-        self._authenticator: Authenticator | None = None
-        self._server: DecoderServer | None = None
-
-    async def start(self) -> None:
-        """Load the model, then bind the socket: a bound decoder is a ready one."""
-        settings = self._settings
-        loaded = await asyncio.to_thread(_load, settings)
-        keys = settings.curve_keys()
-        if keys is not None:
-            self._authenticator = Authenticator(self._context, keys)
-            self._authenticator.start()
-        control = Router(
-            self._context,
-            settings.control_endpoint,
-            name="control",
-            keys=keys,
-            allow_insecure_bind=settings.allow_insecure_bind,
-        )
-        encoders = [EncoderAddress.parse(value).data for value in settings.encoders]
-        fetcher = EncoderFetcher(self._context, encoders, lambda: loaded.hello, keys)
-        cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
-        server = DecoderServer(control, fetcher, loaded.engine, loaded.hello)
-        server.inbox = EmbeddingInbox(
-            fetcher,
-            cache,
-            server,
-            width=loaded.hello.width,
-            levels=loaded.hello.levels,
-            itemsize=loaded.itemsize,
-            max_bytes=settings.fetch_bytes,
-            is_held=loaded.engine.pool.__contains__,
-        )
-        self._server = server
-        logger.info(
-            "decoder is ready",
-            model=settings.model_name,
-            instance_id=loaded.hello.instance_id,
-            max_model_len=loaded.hello.limits.max_model_len,
-            kv_cache_tokens=loaded.hello.limits.kv_cache_tokens,
-            control=control.endpoint,
-        )
-
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        assert self._server is not None
-        await self._server.run()
-
-    async def drain(self) -> None:
-        """Finish what runs."""
-        if self._server is not None:
-            await self._server.drain()
-
-    def is_alive(self) -> bool:
-        """False when one step hangs."""
-        return self._server is None or not self._server.is_stalled
-
-    def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Ready when loaded and not draining."""
-        is_ready = self._server is not None and not self._server.is_draining
-        return is_ready, {"role": "decoder", "model": self._settings.model_name}
+async def open_decoder(settings: DecoderSettings) -> DecoderServer:
+    """Load the model, then bind the socket: a bound decoder is a ready one."""
+    loaded = await asyncio.to_thread(_load, settings)
+    context = zmq.asyncio.Context()
+    keys = settings.curve_keys()
+    if keys is not None:
+        Authenticator(context, keys).start()
+    control = Router(
+        context,
+        settings.control_endpoint,
+        name="control",
+        keys=keys,
+        allow_insecure_bind=settings.allow_insecure_bind,
+    )
+    encoders = [EncoderAddress.parse(value).data for value in settings.encoders]
+    fetcher = EncoderFetcher(context, encoders, lambda: loaded.hello, keys)
+    cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+    server = DecoderServer(control, fetcher, loaded.engine, loaded.hello)
+    server.inbox = EmbeddingInbox(
+        fetcher,
+        cache,
+        server,
+        width=loaded.hello.width,
+        levels=loaded.hello.levels,
+        itemsize=loaded.itemsize,
+        max_bytes=settings.fetch_bytes,
+        is_held=loaded.engine.pool.__contains__,
+    )
+    logger.info(
+        "decoder is ready",
+        model=settings.model_name,
+        instance_id=loaded.hello.instance_id,
+        max_model_len=loaded.hello.limits.max_model_len,
+        kv_cache_tokens=loaded.hello.limits.kv_cache_tokens,
+        control=control.endpoint,
+    )
+    return server
 
 
 def _load(settings: DecoderSettings) -> _Loaded:
@@ -208,7 +179,7 @@ def decoder(settings: Annotated[DecoderSettings, Parameter(name="*")]) -> None:
     loads only the language weights of the checkpoint. Start as many as the text load needs.
     """
     configure_logs("decoder", settings.log_level, settings.log_format)
-    service = DecoderService(settings)
+    service = Service(lambda: open_decoder(settings), {"role": "decoder", "model": settings.model_name})
     asyncio.run(run_service(service, settings.http_host, settings.http_port, drain_timeout_s=settings.drain_timeout_s))
 
 

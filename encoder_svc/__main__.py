@@ -16,7 +16,7 @@ from common.hub import resolve_checkpoint
 from common.logs import configure_logs
 from common.messages import Hello, Limits, ProbeRequest, VideoFacts
 from common.processor_config import ProcessorConfig
-from common.service import run_service
+from common.service import Service, run_service
 from common.settings import command_line
 from common.tensors import dtype_name, pick_device, pick_dtype, use_threads
 from common.transport import Authenticator, Router
@@ -41,65 +41,36 @@ class _Loaded:
     hello: Hello
 
 
-class EncoderService:
-    """The encoder as a `common.service.Service`."""
-
-    def __init__(self, settings: EncoderSettings) -> None:
-        self._settings = settings
-        self._context = zmq.asyncio.Context()
-        self._authenticator: Authenticator | None = None
-        self._server: EncoderServer | None = None
-
-    async def start(self) -> None:
-        """Load the tower, then bind the sockets: a bound encoder is a ready one."""
-        settings = self._settings
-        loaded = await asyncio.to_thread(_load, settings)
-        keys = settings.curve_keys()
-        if keys is not None:
-            self._authenticator = Authenticator(self._context, keys)
-            self._authenticator.start()
-        control, data = (
-            Router(
-                self._context,
-                endpoint,
-                name=name,
-                max_payload_bytes=settings.max_media_bytes,
-                keys=keys,
-                allow_insecure_bind=settings.allow_insecure_bind,
-            )
-            for name, endpoint in (("control", settings.control_endpoint), ("data", settings.data_endpoint))
+async def open_encoder(settings: EncoderSettings) -> EncoderServer:
+    """Load the tower, then bind the sockets: a bound encoder is a ready one."""
+    loaded = await asyncio.to_thread(_load, settings)
+    context = zmq.asyncio.Context()
+    keys = settings.curve_keys()
+    if keys is not None:
+        Authenticator(context, keys).start()
+    control, data = (
+        Router(
+            context,
+            endpoint,
+            name=name,
+            max_payload_bytes=settings.max_media_bytes,
+            keys=keys,
+            allow_insecure_bind=settings.allow_insecure_bind,
         )
-        self._server = EncoderServer(_assemble(settings, loaded, control, data), loaded.hello)
-        logger.info(
-            "encoder is ready",
-            model=settings.model_name,
-            instance_id=loaded.hello.instance_id,
-            fingerprint=(loaded.hello.fingerprint or "")[:12],
-            device=str(loaded.tower.device),
-            dtype=str(loaded.tower.dtype),
-            attention=loaded.tower.attention.name,
-            control=control.endpoint,
-            data=data.endpoint,
-        )
-
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        assert self._server is not None
-        await self._server.run()
-
-    async def drain(self) -> None:
-        """Finish what runs."""
-        if self._server is not None:
-            await self._server.drain()
-
-    def is_alive(self) -> bool:
-        """False when one forward hangs."""
-        return self._server is None or not self._server.is_stalled
-
-    def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Ready when loaded and not draining."""
-        is_ready = self._server is not None and not self._server.is_draining
-        return is_ready, {"role": "encoder", "model": self._settings.model_name}
+        for name, endpoint in (("control", settings.control_endpoint), ("data", settings.data_endpoint))
+    )
+    logger.info(
+        "encoder is ready",
+        model=settings.model_name,
+        instance_id=loaded.hello.instance_id,
+        fingerprint=(loaded.hello.fingerprint or "")[:12],
+        device=str(loaded.tower.device),
+        dtype=str(loaded.tower.dtype),
+        attention=loaded.tower.attention.name,
+        control=control.endpoint,
+        data=data.endpoint,
+    )
+    return EncoderServer(_assemble(settings, loaded, control, data), loaded.hello)
 
 
 def _load(settings: EncoderSettings) -> _Loaded:
@@ -172,7 +143,7 @@ def encoder(settings: Annotated[EncoderSettings, Parameter(name="*")]) -> None:
     writes them to Redis. It loads only the vision weights of the checkpoint. Start as many as the image load needs.
     """
     configure_logs("encoder", settings.log_level, settings.log_format)
-    service = EncoderService(settings)
+    service = Service(lambda: open_encoder(settings), {"role": "encoder", "model": settings.model_name})
     asyncio.run(run_service(service, settings.http_host, settings.http_port, drain_timeout_s=settings.drain_timeout_s))
 
 

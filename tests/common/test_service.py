@@ -18,39 +18,37 @@ PROGRAM = """
 import asyncio, sys
 from common.errors import ConfigError
 from common.logs import configure_logs
-from common.service import run_service
+from common.service import Service, run_service
 from common.settings import command_line
 
-class Service:
+class Server:
     def __init__(self, mode):
-        self.mode, self.is_up, self.asked_to_drain = mode, False, asyncio.Event()
-    async def start(self):
-        if self.mode == "cannot start":
-            raise ConfigError("the weights are not there: fetch them")
-        if self.mode == "loads":
-            await asyncio.Event().wait()
-        self.is_up = True
+        self.mode, self.is_draining, self.is_stalled = mode, False, mode == "stalled"
     async def run(self):
         if self.mode == "breaks":
             raise RuntimeError("a bug")
         await asyncio.Event().wait()
     async def drain(self):
-        self.asked_to_drain.set()
+        self.is_draining = True
         print("drain began", flush=True)
         if self.mode == "never drains":
             await asyncio.Event().wait()
         await asyncio.sleep(0.05)
         print("drain ended", flush=True)
-    def is_alive(self):
-        return self.mode != "stalled"
-    def readiness(self):
-        return self.is_up and not self.asked_to_drain.is_set(), {"role": "test"}
+
+async def open_server(mode):
+    if mode == "cannot start":
+        raise ConfigError("the weights are not there: fetch them")
+    if mode == "loads":
+        await asyncio.Event().wait()
+    return Server(mode)
 
 def serve(mode: str, port: int):
     \"\"\"Serve.\"\"\"
     configure_logs("test", "info", "json")
     async def main():
-        await run_service(Service(mode), "127.0.0.1", port, drain_timeout_s=0.3 if mode == "never drains" else 30.0)
+        service = Service(lambda: open_server(mode), {"role": "test"})
+        await run_service(service, "127.0.0.1", port, drain_timeout_s=0.3 if mode == "never drains" else 30.0)
     asyncio.run(main())
 
 command_line("test", serve).meta(sys.argv[1:])
