@@ -47,7 +47,7 @@ def test_everyone_is_told_of_everyone_that_it_talks_to(tmp_path: Path) -> None:
     decoders = [values(commands[f"decoder-{i}"], "--control-endpoint")[0] for i in range(3)]
     assert len({address for pair in encoders for address in pair} | set(decoders)) == 7
     for i in range(3):
-        assert values(commands[f"decoder-{i}"], "--encoders") == [data for _, data in encoders]
+        assert values(commands[f"decoder-{i}"], "--encoders") == [",".join(pair) for pair in encoders]
     for i in range(2):
         assert values(commands[f"gateway-{i}"], "--encoders") == [",".join(pair) for pair in encoders]
         assert values(commands[f"gateway-{i}"], "--decoders") == decoders
