@@ -32,8 +32,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		|| { echo "Tandem needs Python 3.11 or newer; say which one with make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
-	@echo "installing dependencies into $(VENV); the first time takes a few minutes"
-	@$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	@echo "installing dependencies into $(VENV); this takes some minutes"
+	@$(BIN)/python -m pip install --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
 

@@ -21,6 +21,7 @@ logger = structlog.get_logger(__name__)
 
 HEARTBEAT_S = 0.5
 LIVENESS_S = 5.0
+SILENCE_WARNING_S = 20.0
 
 
 class Link:
@@ -99,8 +100,9 @@ class Link:
             elif isinstance(message, LoadReport):
                 self.load = message
             elif isinstance(message, Refused):
+                if self.refusal != message.error.message:
+                    logger.warning("a peer refused our message", endpoint=self.endpoint, reason=message.error.message)
                 self.refusal = message.error.message
-                logger.warning("a peer refused our message", endpoint=self.endpoint, reason=self.refusal)
             else:
                 self._on_message(self, message, received.payload)
 
@@ -123,7 +125,18 @@ class Link:
             self._on_up(self)
 
     async def _heartbeat(self) -> None:
+        silent_until = time.monotonic() + SILENCE_WARNING_S
         while True:
+            if self.peer is not None or self.refusal is not None:
+                silent_until = time.monotonic() + SILENCE_WARNING_S
+            elif time.monotonic() > silent_until:
+                silent_until = float("inf")
+                logger.warning(
+                    "no answer from a configured peer: is it started, is the address right, does a firewall stand "
+                    "between, and have both sides the same CURVE key, or none?",
+                    endpoint=self.endpoint,
+                    waited_s=SILENCE_WARNING_S,
+                )
             if self.peer is not None and time.monotonic() - self._last_heard > self._liveness_s:
                 self._go_down(f"not heard for {self._liveness_s} s")
             with contextlib.suppress(PeerUnreachable):  # not connected yet; the check above notices a lost peer

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from common.errors import ConfigError, TandemError
 from common.logs import LogFormat, LogLevel
@@ -21,8 +22,9 @@ from common.transport import CurveKeys
 
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 ENVIRONMENT_PREFIX = "TANDEM_"
+Port = Annotated[int, Parameter(validator=Number(gte=1, lte=65_535))]
 DEFAULT_FILE = "tandem.toml"
-REDIS_ENVIRONMENT = Parameter(env_var=("TANDEM_REDIS", "REDIS_URL"))
+REDIS_ENVIRONMENT = Parameter(env_var="REDIS_URL")  # beside TANDEM_REDIS, which every setting has
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.settings import CommonSettings, DtypeName
+from common.settings import CommonSettings, DtypeName, Port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +12,7 @@ class DecoderSettings(CommonSettings):
     control_endpoint: str = "tcp://127.0.0.1:7201"
     """ZMQ address to bind for gateways."""
 
-    http_port: int = 7200
+    http_port: Port = 7200
     """Port of /health, /ready and /metrics."""
 
     encoders: tuple[str, ...] = ()

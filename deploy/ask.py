@@ -10,14 +10,15 @@ import openai
 from cyclopts import Parameter
 
 from common.errors import InvalidRequest
-from common.settings import command_line
+from common.settings import Port, command_line
 
 URL_SCHEMES = ("http://", "https://", "data:")
 
 
 def ask(
-    *words: Annotated[str, Parameter(name="IMAGE... QUESTION")],
-    url: str = "http://127.0.0.1:8000/v1",
+    *words: Annotated[str, Parameter(name="IMAGE... QUESTION", show_env_var=False)],
+    url: str | None = None,
+    port: Port = 8000,
     served_model_name: str | None = None,
     api_key: str = "none",
     max_tokens: int | None = None,
@@ -31,7 +32,9 @@ def ask(
     words
         Files or URLs of pictures and videos, then the question, in quotes.
     url
-        The server's base URL.
+        The server's base URL; by default that of this machine.
+    port
+        Port of a server on this machine, where no URL is given.
     served_model_name
         Name of the model; by default the first that the server lists.
     api_key
@@ -43,6 +46,7 @@ def ask(
         raise InvalidRequest("no question was given: tandem ask IMAGE... 'What is in the picture?'")
     *media, question = words
     parts: list[Any] = [_media_part(word) for word in media]
+    url = url or f"http://127.0.0.1:{port}/v1"
     client = openai.OpenAI(base_url=url, api_key=api_key)
     try:
         chosen = served_model_name or _first_model(client)

@@ -26,7 +26,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from common.errors import ConfigError
 from common.logs import configure_logs
-from common.settings import REDIS_ENVIRONMENT, DtypeName, command_line
+from common.settings import REDIS_ENVIRONMENT, DtypeName, Port, command_line
 from deploy.processes import Child, Command, share_cores
 
 logger = structlog.get_logger(__name__)
@@ -35,6 +35,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = CHECKOUT / "demo" / "model"
 DEFAULT_URL = "http://127.0.0.1:8000"  # where `tandem ask` looks
 READY_TIMEOUT_S = 600.0
+DRAIN_TIMEOUT_S = 10.0  # below the grace that processes.py gives before it kills
 LONGEST_SOCKET_PATH = 100  # a unix socket's path may have 107 bytes
 
 
@@ -48,7 +49,7 @@ class UpSettings:
     served_model_name: str | None = None
     """Name that clients use; by default the last part of --model, and tandem-demo for the demo model."""
 
-    port: int = 8000
+    port: Port = 8000
     """Port of the OpenAI API. A second gateway takes the next one, and so on."""
 
     host: str = "127.0.0.1"
@@ -111,6 +112,7 @@ def plan(settings: UpSettings, run_dir: Path, log_dir: Path) -> Plan:
         "TANDEM_SERVED_MODEL_NAME": settings.model_name,
         "TANDEM_REDIS": redis,
         "TANDEM_LOG_LEVEL": settings.log_level,
+        "TANDEM_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
     }
     cores = share_cores(sorted(os.sched_getaffinity(0)), settings.encoders + settings.decoders)
     services: list[Command] = []
@@ -227,6 +229,11 @@ class LocalStack:
         for prefix in ("gateway", "decoder", "encoder", "valkey"):
             await asyncio.gather(*(child.stop() for child in order if child.command.name.startswith(prefix)))
 
+    def kill(self) -> None:
+        """Stop all processes at once."""
+        for child in self.children.values():
+            child.kill()
+
     def _check_alive(self, name: str) -> None:
         child = self.children[name]
         if child.pid is None:
@@ -276,21 +283,35 @@ def _run_dir(data_dir: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _remove_left_over_run_dirs(data_dir: Path) -> None:
+    """Folders of runs that were killed."""
+    for path in data_dir.glob("run-*"):
+        if not Path(f"/proc/{path.name.removeprefix('run-')}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 async def _serve(settings: UpSettings, console: Console) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log_dir = settings.data_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True)
+    _remove_left_over_run_dirs(settings.data_dir)
     with _run_dir(settings.data_dir) as run_dir:
         planned = plan(settings, run_dir, log_dir)
         stack = LocalStack(planned)
+
+        def on_signal() -> None:
+            if stop.is_set():
+                stack.kill()
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
         stopping = asyncio.create_task(stop.wait())
         running = asyncio.create_task(_start_and_run(stack, settings, planned, console))
         try:
             await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            console.print("stopping ...")
+            console.print(f"stopping: running answers get up to {DRAIN_TIMEOUT_S:.0f} s; Ctrl-C again stops now")
             for task in (stopping, running):
                 task.cancel()
             results = await asyncio.gather(running, stopping, return_exceptions=True)

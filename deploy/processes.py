@@ -51,7 +51,8 @@ class Child:
     async def start(self) -> None:
         """Start the process; its output goes to its log file."""
         self.num_starts += 1
-        with self.command.log_file.open("ab") as log:
+        # A run's log starts empty, so that what is quoted of it is of this run; a restart goes on in it.
+        with self.command.log_file.open("wb" if self.num_starts == 1 else "ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.command.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -92,6 +93,11 @@ class Child:
             logger.warning("a process did not stop in time and is killed", process=self.command.name)
             self._process.kill()
             await self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     def last_lines(self, count: int = 15) -> str:
         """The end of the log, to show why a start failed."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from common.image_header import DEFAULT_MAX_CANVAS_PIXELS
 from common.messages import WireDtype
-from common.settings import CommonSettings, DtypeName
+from common.settings import CommonSettings, DtypeName, Port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class EncoderSettings(CommonSettings):
     data_endpoint: str = "tcp://127.0.0.1:7102"
     """ZMQ address to bind for media bytes and embeddings. `ipc://...` is the fast path on one host."""
 
-    http_port: int = 7100
+    http_port: Port = 7100
     """Port of /health, /ready and /metrics."""
 
     device: str = "auto"

@@ -47,6 +47,7 @@ async def serve(settings: GatewaySettings) -> None:
         cache=cache,
         keys=keys,
         encoder_wait_s=settings.encoder_wait_s,
+        decoder_wait_s=settings.decoder_wait_s,
     )
     fetcher = MediaFetcher(
         FetchLimits(total_s=settings.media_timeout_s, private_hosts=frozenset(settings.allow_private_media_hosts))

@@ -39,6 +39,10 @@ class Backend(Protocol):
         """Token ids from 0 up to this are valid in stop lists and biases."""
         ...
 
+    async def wait_for_decoder(self, deadline: float) -> None:
+        """Return once the decoders' limits are known. Raises DecoderUnavailable."""
+        ...
+
     async def fingerprint(self) -> str:
         """The vision side's fingerprint. Raises EncoderUnavailable when it was never known."""
         ...

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.errors import DecoderUnavailable, ModelFailure, ModelNotFound, TandemError, error_info
+from common.errors import ModelFailure, ModelNotFound, TandemError, error_info
 from common.messages import GenerateRequest, MediaItem, Modality, SequenceTokens
 from gateway_svc.backend import Backend, MediaOutcome, MediaReport
 from gateway_svc.choice import Choice, ChoiceDelta
@@ -121,9 +121,8 @@ class ChatRun:
     async def _prepare(self) -> GenerateRequest:
         """From the body to what a decoder takes. What can be refused without media is refused before its loading."""
         request, service = self._request, self._service
+        await service.backend.wait_for_decoder(self._deadline)
         max_model_len = service.backend.max_model_len
-        if not max_model_len:
-            raise DecoderUnavailable("no decoder has been seen yet: try again later", retry_after_s=5.0)
         conversation, references = conversation_of(request)
         service.media.check_counts(references)
         draft = await asyncio.to_thread(service.prompts.draft, conversation, max_model_len)

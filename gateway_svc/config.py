@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from common.settings import CommonSettings
+from common.settings import CommonSettings, Port
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(CommonSettings):
     """Settings of `tandem gateway`."""
 
-    port: int = 8000
+    port: Port = 8000
     """Port of the OpenAI API, and of /health, /ready and /metrics."""
 
     encoders: tuple[str, ...] = ()
@@ -44,6 +44,9 @@ class GatewaySettings(CommonSettings):
 
     encoder_wait_s: float = 30.0
     """Seconds that media which is in no cache waits for an encoder while none is there; then 503."""
+
+    decoder_wait_s: float = 60.0
+    """Seconds that a request, also one whose decoder died, waits for a decoder while none is there; then 503."""
 
     media_timeout_s: float = 20.0
     """Seconds that fetching one media URL may take in all."""

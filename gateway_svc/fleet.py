@@ -16,14 +16,21 @@ import zmq.asyncio
 from common import __version__
 from common.addresses import EncoderAddress
 from common.embedding_cache import EmbeddingCache, FleetFacts
-from common.errors import DeadlineExceeded, EncoderUnavailable, ProtocolError, TandemError, error_info
+from common.errors import (
+    DeadlineExceeded,
+    DecoderUnavailable,
+    EncoderUnavailable,
+    ProtocolError,
+    TandemError,
+    error_info,
+)
 from common.messages import GenerateRequest, Hello, MediaOptions, ProbeReply, ProbeRequest, VideoFacts
 from common.metrics import Counter, Gauge
 from common.transport import CurveKeys
 from gateway_svc.backend import GenerationEvent
 from gateway_svc.decoder_pool import DecoderPool
 from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
-from gateway_svc.generation import Generation
+from gateway_svc.generation import DECODER_WAIT_S, Generation
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_resolver import ENCODER_WAIT_S, wait_for_change
 from gateway_svc.routing import fingerprint_of, rendezvous_order
@@ -51,10 +58,12 @@ class Fleet:
         cache: EmbeddingCache | None,
         keys: CurveKeys | None,
         encoder_wait_s: float = ENCODER_WAIT_S,
+        decoder_wait_s: float = DECODER_WAIT_S,
     ) -> None:
         self._model = model
         self._cache = cache
         self._encoder_wait_s = encoder_wait_s
+        self._decoder_wait_s = decoder_wait_s
         self._fingerprint: str | None = None
         self._hello = Hello(
             role="gateway",
@@ -90,6 +99,13 @@ class Fleet:
     def vocab_size(self) -> int:
         """The vocabulary of the decoders; 0 before one was heard."""
         return self.decoders.last_hello.vocab_size if self.decoders.last_hello is not None else 0
+
+    async def wait_for_decoder(self, deadline: float) -> None:
+        """Return once a decoder was heard."""
+        deadline = min(deadline, time.monotonic() + self._decoder_wait_s)
+        error = DecoderUnavailable("no decoder has been seen yet: try again later", retry_after_s=5.0)
+        while self.decoders.last_hello is None:
+            await wait_for_change(self.decoders.changed, deadline, error)
 
     async def fingerprint(self) -> str:
         """The fingerprint of a ready encoder; without one the last that was known, here or in Redis."""
@@ -164,6 +180,7 @@ class Fleet:
             encoders=self.encoders,
             cache=self._cache,
             encoder_wait_s=self._encoder_wait_s,
+            decoder_wait_s=self._decoder_wait_s,
         )
         return generation.events()
 
@@ -188,7 +205,11 @@ class Fleet:
         self._fingerprint = self._ready_fingerprint() or self._fingerprint
 
     async def _remember(self, cache: EmbeddingCache) -> None:
-        """Keep the fingerprint in Redis, for gateways that start when no encoder is alive."""
+        """Keep the fingerprint in Redis, for gateways that start when no encoder is alive.
+
+        Reads first, so that a Redis that cannot be reached shows at start and not with the first picture.
+        """
+        await cache.get_fleet(self._model)
         while True:
             changed = self.encoders.changed
             if self._fingerprint is not None:

@@ -29,6 +29,7 @@ logger = structlog.get_logger(__name__)
 
 RESUMED = Counter("tandem_gateway_resumed_total", "Requests that went on at another decoder")
 MAX_ATTEMPTS = 8
+DECODER_WAIT_S = 60.0
 CANCEL_WAIT_S = 2.0
 
 
@@ -45,11 +46,13 @@ class Generation:
         encoders: EncoderPool,
         cache: EmbeddingCache | None,
         encoder_wait_s: float = ENCODER_WAIT_S,
+        decoder_wait_s: float = DECODER_WAIT_S,
     ) -> None:
         self._request = request
         self._media = media
         self._deadline = deadline
         self._decoders = decoders
+        self._decoder_wait_s = decoder_wait_s
         self._outputs: list[list[int]] = [list(o) for o in request.outputs] or [[] for _ in range(request.sampling.n)]
         self._finished: set[int] = set()
         self._reported: set[str] = set()
@@ -100,7 +103,7 @@ class Generation:
                         self._failed_links.append(link)
                         continue
             error = DecoderUnavailable("no decoder is available: try again later", retry_after_s=1.0)
-            await wait_for_change(changed, min(self._deadline, time.monotonic() + 30.0), error)
+            await wait_for_change(changed, min(self._deadline, time.monotonic() + self._decoder_wait_s), error)
 
     def _attempt(self, attempt: int) -> GenerateRequest:
         return msgspec.structs.replace(

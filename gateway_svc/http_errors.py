@@ -106,8 +106,14 @@ def validation_error(errors: Any, body: object) -> InvalidRequest:
     elif first["type"] == "missing":
         message = f"{path} is missing"
     else:
-        message = f"{path}: {first['msg']}"
+        message = f"{path}: {first['msg']}{_given(first.get('input'))}"
     return InvalidRequest(message, param=path or None)
+
+
+def _given(value: object) -> str:
+    """The refused value, where it is short enough to be read."""
+    is_scalar = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 40)
+    return f", not {value!r}" if is_scalar else ""
 
 
 def field_path(location: tuple[int | str, ...], body: object) -> str:

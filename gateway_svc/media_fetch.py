@@ -124,7 +124,9 @@ class MediaFetcher:
         is_exempt = not self._limits.private_hosts.isdisjoint({"*", url.host, f"{url.host}:{port}"})
         if not is_exempt and not all(map(is_public, addresses)):
             raise InvalidRequest(
-                f"{param}: the URL's host is in a private or reserved network, which may not be contacted", param=param
+                f"{param}: the URL's host is in a private or reserved network, which may not be contacted: send the "
+                "file as a data URI, or have the operator allow the host",
+                param=param,
             )
         return addresses
 

@@ -14,7 +14,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common.errors import Cancelled, TandemError
+from common.errors import Cancelled, Overloaded, TandemError
 from gateway_svc.http_errors import error_body, internal_error
 
 MAX_PENDING = 1024
@@ -173,6 +173,10 @@ class EventStreamResponse(Response, Generic[T]):
         except StopAsyncIteration:
             yield b"".join([*map(encode_event, self._writer.closing()), DONE])
         except Cancelled:
+            raise
+        except asyncio.CancelledError:
+            # The server stops and its time for running answers is up: a client can tell this from a good end.
+            yield encode_event(error_body(Overloaded("this server is shutting down: send the request again")))
             raise
         except TandemError as error:
             yield encode_event(error_body(error))

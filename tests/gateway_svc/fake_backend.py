@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from common.errors import TandemError
+from common.errors import DecoderUnavailable, TandemError
 from common.messages import GenerateRequest, MediaOptions, SequenceTokens, TokenLogprobs, Usage, VideoFacts
 from common.processor_config import ImageSettings, ProcessorConfig, VideoSettings
 from gateway_svc.app import HttpLimits, create_app
@@ -75,6 +75,10 @@ class FakeBackend:
     probes: list[tuple[MediaOptions, int]] = field(default_factory=list)
     num_closed: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait_for_decoder(self, deadline: float) -> None:
+        if not self.max_model_len:
+            raise DecoderUnavailable("no decoder has been seen yet: try again later", retry_after_s=5.0)
 
     async def fingerprint(self) -> str:
         return "f" * 64

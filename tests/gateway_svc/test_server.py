@@ -20,12 +20,12 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 @asynccontextmanager
-async def running(setup: Harness) -> AsyncIterator[tuple[str, uvicorn.Server]]:
+async def running(setup: Harness, drain_s: int = 5) -> AsyncIterator[tuple[str, uvicorn.Server]]:
     """The base URL of the application on a free port, and its server."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(64)
-    config = uvicorn.Config(setup.app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(setup.app, log_config=None, lifespan="off", timeout_graceful_shutdown=drain_s)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve([listener]))  # without its signal handlers
     try:
@@ -125,6 +125,28 @@ async def test_a_stream_survives_a_graceful_stop_of_the_server() -> None:
         asyncio.get_running_loop().call_later(0.3, go_on.set)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert text == "Hello there."
+
+
+async def test_a_stream_that_is_cut_by_a_stopping_server_says_so() -> None:
+    asked = asyncio.Event()
+
+    async def hang(number: int) -> None:
+        if number == 2:
+            asked.set()
+            await asyncio.Event().wait()
+
+    body = {"model": MODEL, "messages": HELLO, "stream": True}
+    async with (
+        running(harness(FakeBackend(before_token=hang)), drain_s=1) as (url, server),
+        httpx.AsyncClient(base_url=url, timeout=10) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        await asyncio.wait_for(asked.wait(), 5)
+        server.should_exit = True
+        lines = [line async for line in response.aiter_lines() if line]
+    assert "shutting down" in lines[-1]
+    assert '"error"' in lines[-1]
+    assert "data: [DONE]" not in lines
 
 
 async def test_a_slow_media_host_delays_nobody_else() -> None:
