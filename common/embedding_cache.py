@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from common.embedding import CHUNK_BYTES, ExpectedEmbedding, check_payload, chunks, pack_manifest, unpack_stored
 from common.errors import ConfigError, ProtocolError
-from common.messages import EmbeddingHeader, VideoFacts
+from common.messages import EmbeddingHeader, Fingerprint, VideoFacts
 from common.metrics import Counter, Gauge
 
 logger = structlog.get_logger(__name__)
@@ -39,7 +39,7 @@ Reply = bytes | str | None  # redis-py's type; always bytes here, since no decod
 class FleetFacts(msgspec.Struct, frozen=True):
     """What a restarted gateway must know to use cached media while no encoder is alive."""
 
-    fingerprint: str
+    fingerprint: Fingerprint
 
 
 class EmbeddingCache:
@@ -207,10 +207,16 @@ class EmbeddingCache:
             self._breaker.record_success()
             CACHE_BREAKER_OPEN.set(0)
             return None
-        except (RedisError, OSError, TimeoutError) as exc:
+        except Exception as exc:  # a cache is never worth a request: whatever answers there, requests go on
             CACHE_CALLS.labels(name, "failed").inc()
             if self._breaker.record_failure(time.monotonic()):
-                logger.warning("Redis is skipped for a while", call=name, reason=type(exc).__name__)
+                is_expected = isinstance(exc, RedisError | OSError | TimeoutError)
+                logger.warning(
+                    "Redis is skipped for a while",
+                    call=name,
+                    reason=type(exc).__name__,
+                    exc_info=None if is_expected else exc,
+                )
             CACHE_BREAKER_OPEN.set(1)
             return None
         self._breaker.record_success()
@@ -252,8 +258,13 @@ class Breaker:
         self._pause_s = self._first_s
 
 
-def _as_bytes(value: bytes | str) -> bytes:
-    return value if isinstance(value, bytes) else value.encode()
+def _as_bytes(value: object) -> bytes:
+    """What Redis gave for a string. Raises ProtocolError for anything else: it is not our Redis that answers."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    if not isinstance(value, bytes):
+        raise ProtocolError(f"Redis answered with {type(value).__name__} for a string")
+    return value
 
 
 def _expected_bytes(expected: ExpectedEmbedding) -> int:

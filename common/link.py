@@ -2,13 +2,14 @@
 
 A link knows who is at the other end (`peer`), how busy it is (`load`), and whether it is up. It goes down when the
 connection breaks, when nothing was heard for `liveness_s`, or when another process answers at the same address;
-then `on_down` tells the owner which instance was lost, so that its work there can go elsewhere. Runs on the event
-loop; knows nothing of requests.
+then `on_down` tells the owner which instance was lost, so that its work there can go elsewhere. What such an instance
+must hear in the end is kept until it is back. Runs on the event loop; knows nothing of requests.
 """
 
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -22,6 +23,28 @@ logger = structlog.get_logger(__name__)
 HEARTBEAT_S = 0.5
 LIVENESS_S = 5.0
 SILENCE_WARNING_S = 20.0
+MAX_KEPT = 10_000
+
+
+class AttentiveClock:
+    """Seconds in which our own event loop was there to hear: no peer is to blame for a time when it stood still.
+
+    Whoever judges silence looks at it every `every_s`; what passes between two looks counts for twice that at most.
+    """
+
+    def __init__(self, every_s: float, time_s: Callable[[], float] = time.monotonic) -> None:
+        self._most_s = 2 * every_s
+        self._time_s = time_s
+        self._looked_at = time_s()
+        self.now = 0.0
+        """The time of the last look."""
+
+    def look(self) -> float:
+        """The time now."""
+        looked_at = self._time_s()
+        self.now += min(looked_at - self._looked_at, self._most_s)
+        self._looked_at = looked_at
+        return self.now
 
 
 class Link:
@@ -51,7 +74,10 @@ class Link:
         self._on_down = on_down
         self._heartbeat_s = heartbeat_s
         self._liveness_s = liveness_s
+        self._clock = AttentiveClock(heartbeat_s)
         self._last_heard = 0.0
+        self._last_instance: str | None = None
+        self._kept: deque[AnyMessage] = deque(maxlen=MAX_KEPT)  # for that instance, oldest first
 
     @property
     def is_up(self) -> bool:
@@ -69,6 +95,7 @@ class Link:
         """Send now or raise PeerUnreachable."""
         if self.peer is None:
             raise PeerUnreachable(f"the service at {self.endpoint} has not answered")
+        self._send_kept()  # nothing overtakes what was to be sent before
         self._dealer.send(message, *payload)
 
     def try_send(self, message: AnyMessage) -> bool:
@@ -78,6 +105,14 @@ class Link:
         except PeerUnreachable:
             return False
         return True
+
+    def send_or_keep(self, message: AnyMessage) -> None:
+        """Send now, or once the instance that was here last is up again. For what would else stay there for nobody.
+
+        Another instance has nothing of what the message is about. Of more than `MAX_KEPT` messages the oldest are lost.
+        """
+        if not self.try_send(message) and self._last_instance is not None:
+            self._kept.append(message)
 
     async def run(self) -> None:
         """Serve the connection until cancelled."""
@@ -93,18 +128,23 @@ class Link:
     async def _receive(self) -> None:
         while True:
             received = await self._dealer.receive()
-            self._last_heard = time.monotonic()
+            self._last_heard = self._clock.now
             message = received.message
             if isinstance(message, Hello):
                 self._accept_hello(message)
             elif isinstance(message, LoadReport):
                 self.load = message
             elif isinstance(message, Refused):
-                if self.refusal != message.error.message:
-                    logger.warning("a peer refused our message", endpoint=self.endpoint, reason=message.error.message)
-                self.refusal = message.error.message
+                self._note_refusal(message)
+                if message.request_id is not None:
+                    self._on_message(self, message, received.payload)
             else:
                 self._on_message(self, message, received.payload)
+
+    def _note_refusal(self, refused: Refused) -> None:
+        if self.refusal != refused.error.message:
+            logger.warning("a peer refused our message", endpoint=self.endpoint, reason=refused.error.message)
+        self.refusal = refused.error.message
 
     def _accept_hello(self, hello: Hello) -> None:
         if self._role is not None and hello.role != self._role:
@@ -119,10 +159,18 @@ class Link:
             previous = None
         self.peer = hello
         self.refusal = None
+        if hello.instance_id != self._last_instance:
+            self._last_instance = hello.instance_id
+            self._kept.clear()
         if previous is None:
             logger.info("peer is up", role=hello.role, peer=hello.instance_id, endpoint=self.endpoint)
         if previous is None or previous != hello:
             self._on_up(self)
+
+    def _send_kept(self) -> None:
+        while self._kept:
+            self._dealer.send(self._kept[0])
+            self._kept.popleft()
 
     async def _heartbeat(self) -> None:
         silent_until = time.monotonic() + SILENCE_WARNING_S
@@ -137,10 +185,12 @@ class Link:
                     endpoint=self.endpoint,
                     waited_s=SILENCE_WARNING_S,
                 )
-            if self.peer is not None and time.monotonic() - self._last_heard > self._liveness_s:
+            if self._clock.look() - self._last_heard > self._liveness_s:
                 self._go_down(f"not heard for {self._liveness_s} s")
             with contextlib.suppress(PeerUnreachable):  # not connected yet; the check above notices a lost peer
                 self._dealer.send(self._hello())
+                if self.peer is not None:
+                    self._send_kept()
             await asyncio.sleep(self._heartbeat_s)
 
     async def _watch_connection(self) -> None:

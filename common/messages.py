@@ -93,9 +93,13 @@ class LoadReport(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to a frame that could not be accepted: malformed, another protocol version, or out of place."""
+    """Answer to a frame that could not be accepted: malformed, another protocol version, or out of place.
+
+    `request_id` is that of the refused message, where it has one that can be read: what it asked for has failed.
+    """
 
     error: ErrorDetail
+    request_id: Id | None = None
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag=True):

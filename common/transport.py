@@ -25,7 +25,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from common.errors import ConfigError, PeerUnreachable, ProtocolError
 from common.messages import AnyMessage, Refused
 from common.metrics import Counter
-from common.wire import MAX_HEADER_BYTES, error_detail, pack, unpack
+from common.wire import MAX_HEADER_BYTES, error_detail, pack, request_id_of, unpack
 
 logger = structlog.get_logger(__name__)
 
@@ -191,7 +191,8 @@ class Router:
             except ProtocolError as error:
                 MALFORMED_FRAMES.labels(self._name).inc()
                 logger.warning("refused a malformed message", socket=self._name, reason=error.message)
-                self.try_send(peer, Refused(error=error_detail(error)))
+                request_id = request_id_of(frames[1].buffer) if len(frames) > 1 else None
+                self.try_send(peer, Refused(error=error_detail(error), request_id=request_id))
 
     def send(self, peer: bytes, message: AnyMessage, *payload: Payload) -> None:
         """Hand a message to ZMQ at once, or raise PeerUnreachable."""
@@ -204,6 +205,11 @@ class Router:
         except PeerUnreachable:
             return False
         return True
+
+    def refuse(self, received: Received, error: ProtocolError) -> None:
+        """Tell a peer that its message is not accepted, by the id of the request that it belongs to."""
+        request_id: str | None = getattr(received.message, "request_id", None)
+        self.try_send(received.peer, Refused(error=error_detail(error), request_id=request_id))
 
     def close(self) -> None:
         """Close the socket; unsent messages are dropped."""

@@ -125,6 +125,18 @@ def group_timestamps(frame_indices: Sequence[int], fps: float | None, temporal_p
     ]
 
 
+def is_consistent_video(
+    grid: Grid, frame_indices: Sequence[int], timestamps: Sequence[float], settings: VideoSettings
+) -> bool:
+    """Whether facts of a video that come from elsewhere can be true: each part must fit the others."""
+    num_groups, height, width = grid
+    return (
+        len(timestamps) == num_groups == -(-len(frame_indices) // settings.temporal_patch_size)
+        and height % settings.merge_size == 0
+        and width % settings.merge_size == 0
+    )
+
+
 def video_frame_groups(timestamps: Sequence[float], grid: Grid, merge_size: int) -> list[FrameGroup]:
     """The prompt of a video as groups. One time stamp for each temporal patch, or the video was not this grid's."""
     if len(timestamps) != grid[0]:

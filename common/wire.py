@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from common.errors import ProtocolError, TandemError, error_info, from_code
-from common.messages import AnyMessage, ErrorDetail
+from common.messages import AnyMessage, ErrorDetail, Id
 
 MAGIC = b"TDM"
 PROTOCOL_MAJOR = 1
@@ -21,8 +21,17 @@ CHUNK_BYTES = 1 << 20
 MAX_REASON_CHARS = 200  # msgspec quotes unknown words, which may be as long as the frame
 
 _PREFIX = MAGIC + bytes((PROTOCOL_MAJOR, PROTOCOL_MINOR))
+
+
+class _Named(msgspec.Struct):
+    """Any message, of which only the request id is read."""
+
+    request_id: Id | None = None
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_named_decoder = msgspec.msgpack.Decoder(_Named)
 
 
 def pack(message: AnyMessage) -> bytes:
@@ -49,6 +58,17 @@ def unpack(frame: bytes | memoryview) -> AnyMessage:
         return _decoder.decode(frame[PREFIX_BYTES:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"the header is not a valid message: {str(exc)[:MAX_REASON_CHARS]}") from exc
+
+
+def request_id_of(frame: bytes | memoryview) -> str | None:
+    """The request id in a header frame that `unpack` refused, as far as there is one that can be read."""
+    is_readable = PREFIX_BYTES <= len(frame) <= MAX_HEADER_BYTES and bytes(frame[: len(MAGIC)]) == MAGIC
+    if not is_readable or frame[len(MAGIC)] != PROTOCOL_MAJOR:
+        return None
+    try:
+        return _named_decoder.decode(frame[PREFIX_BYTES:]).request_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def chunks(payload: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:

@@ -78,7 +78,8 @@ class _Item:
 
 
 class EmbeddingInbox:
-    """Items that requests wait for. `is_held` says whether the engine has an embedding already."""
+    """Items that requests wait for, by what is expected of them: a request that expects something else of the same item
+    is served, and fails, alone. `is_held` says whether the engine has an embedding already."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class EmbeddingInbox:
         self._is_held = is_held
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count()
-        self._items: dict[str, _Item] = {}
+        self._items: dict[ExpectedEmbedding, _Item] = {}
         self._first_in_need: str | None = None
         self.bytes_in_use = 0
         """Bytes that count against the budget: being fetched, or delivered and still needed."""
@@ -138,9 +139,9 @@ class EmbeddingInbox:
         expected = request.expected.get(key) if request is not None else None
         if expected is None or expected.rows is None or self._is_held(key):
             return
-        item = self._items.get(key)
+        item = self._items.get(expected)
         if item is None:
-            item = self._items[key] = _Item(expected, expected.rows * self._width * self._itemsize)
+            item = self._items[expected] = _Item(expected, expected.rows * self._width * self._itemsize)
         item.waiting[request_id] = source
         self._start_fetches()
 
@@ -153,13 +154,13 @@ class EmbeddingInbox:
     def forget(self, request_id: str) -> None:
         """A request is over; fetches that nobody else waits for stop."""
         self._requests.pop(request_id, None)
-        for key, item in list(self._items.items()):
+        for expected, item in list(self._items.items()):
             if item.waiting.pop(request_id, None) is None or item.waiting:
                 continue
             if item.task is not None:
                 item.task.cancel()
             else:
-                del self._items[key]
+                del self._items[expected]
 
     async def close(self) -> None:
         """Stop all fetches."""
@@ -176,8 +177,8 @@ class EmbeddingInbox:
         what the others hold is not released before it has run.
         """
         is_running = any(item.task is not None for item in self._items.values())
-        pending = [(key, item) for key, item in self._items.items() if item.task is None and item.waiting]
-        for key, item in sorted(pending, key=lambda entry: self._order(entry[1])):
+        pending = [item for item in self._items.values() if item.task is None and item.waiting]
+        for item in sorted(pending, key=self._order):
             is_within = self.bytes_in_use + item.num_bytes <= self._max_bytes
             if not is_within and (is_running or not self._is_first(item)):
                 break
@@ -185,7 +186,7 @@ class EmbeddingInbox:
             self.bytes_in_use += item.num_bytes
             item.source = next(iter(item.waiting.values()))
             item.task = asyncio.create_task(self._fetch(item.source, item.expected), name="fetch")
-            item.task.add_done_callback(functools.partial(self._on_done, key, item))
+            item.task.add_done_callback(functools.partial(self._on_done, item))
         BYTES_IN_FLIGHT.set(self.bytes_in_use)
 
     def _order(self, item: _Item) -> tuple[bool, int]:
@@ -195,25 +196,26 @@ class EmbeddingInbox:
     def _is_first(self, item: _Item) -> bool:
         return self._first_in_need in item.waiting
 
-    def _on_done(self, key: str, item: _Item, task: "asyncio.Task[Tensor]") -> None:
+    def _on_done(self, item: _Item, task: "asyncio.Task[Tensor]") -> None:
         """A fetch has ended; whoever was told of another source, or came while it was being stopped, gets a new one."""
         self.bytes_in_use -= item.num_bytes
-        if self._items.get(key) is not item:
+        key = item.expected.key
+        if self._items.get(item.expected) is not item:
             return  # closed
         item.task = None
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._on_error(key, item, error)
+            self._on_error(item, error)
         elif not task.cancelled():
-            del self._items[key]
+            del self._items[item.expected]
             self.bytes_in_use += task.result().nbytes
             self._listener.delivered(key, task.result())
-        if not item.waiting and self._items.get(key) is item:
-            del self._items[key]
+        if not item.waiting and self._items.get(item.expected) is item:
+            del self._items[item.expected]
         self._start_fetches()
 
-    def _on_error(self, key: str, item: _Item, error: BaseException) -> None:
-        source = item.source
+    def _on_error(self, item: _Item, error: BaseException) -> None:
+        source, key = item.source, item.expected.key
         failed = [request_id for request_id, named in item.waiting.items() if named == source]
         for request_id in failed:
             del item.waiting[request_id]

@@ -15,21 +15,14 @@ import structlog
 from torch import Tensor
 
 from common.errors import DeadlineExceeded, InvalidRequest, ModelFailure, TandemError
-from common.messages import (
-    ErrorDetail,
-    FinishReason,
-    GenerateRequest,
-    SequenceTimes,
-    SequenceTokens,
-    Usage,
-)
+from common.messages import GenerateRequest, SequenceTokens
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
-from common.wire import error_detail
 from decoder_svc.block_manager import BlockManager
 from decoder_svc.embedding_pool import EmbeddingPool
 from decoder_svc.input_builder import build_model_input
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.text import TextModel
+from decoder_svc.reports import ended, tokens_of, usage_of, without_tokens
 from decoder_svc.sampler import SampledToken, Sampler
 from decoder_svc.scheduler import Chunk, Scheduler
 from decoder_svc.sequence import Prompt, Sequence
@@ -129,6 +122,7 @@ class Engine:
         try:
             self._check(request)
             sequences = self._sequences_of(request, now)
+            self._check_held(sequences[0])
             # A choice that had its last token before the request came here is not run again.
             full = [s for s in sequences if s.output_token_ids and self._is_full(s)]
             sequences = [s for s in sequences if s not in full]
@@ -136,25 +130,33 @@ class Engine:
                 self.scheduler.admit(sequence)
         except TandemError as error:
             replaced += self.cancel(request.request_id)
-            return [*replaced, _failure(request.request_id, request.attempt, 0, error_detail(error))]
-        events: list[Event] = [_ended(_tokens(s), s, "length", None, now) for s in full]
+            return [*replaced, without_tokens(request.request_id, request.attempt, "error", error)]
+        events: list[Event] = [ended(tokens_of(s), s, "length", None, now) for s in full]
         return replaced + events + self._want_media(sequences, always=True) + self._media_budget()
 
     def add_embedding(self, key: str, embedding: Tensor, now: float) -> list[Event]:
         """An embedding `[tokens, H*(1+L)]` has arrived, checked."""
         self.pool.add(key, embedding)
+        misfits: dict[str, TandemError] = {}  # of the requests that another request's embedding does not fit
         for sequence, keys in self._wanted.items():
             if key in keys:
                 keys.discard(key)
                 sequence.media_wait_s = now - sequence.arrived_at
-        return self._media_budget()
+                try:
+                    self._check_held(sequence)
+                except TandemError as error:
+                    misfits[sequence.request_id] = error
+        events = [event for request_id, error in misfits.items() for event in self.fail(request_id, error)]
+        return events + self._media_budget()
 
     def fail(self, request_id: str, error: TandemError) -> list[Event]:
         """End a request with an error."""
         sequences = self._of_request(request_id)
         for sequence in sequences:
             self._forget(sequence)
-        events: list[Event] = [_failure(s.request_id, s.attempt, s.choice, error_detail(error)) for s in sequences]
+        events: list[Event] = [
+            without_tokens(s.request_id, s.attempt, "error", error, choice=s.choice) for s in sequences
+        ]
         return events + self._media_budget()
 
     def cancel(self, request_id: str) -> list[Event]:
@@ -164,33 +166,47 @@ class Engine:
         return self._media_budget()
 
     def step(self) -> tuple[list[Event], bool]:
-        """Run one step; tells what happened and whether any token ran. An error ends its sequences, not the engine."""
+        """Run one step; tells what happened and whether any token ran. An error ends its request, not the engine."""
         began = time.monotonic()
         events = self._expire(began)
         preemptions = self.scheduler.num_preemptions
         chunks = self.scheduler.schedule()
         PREEMPTIONS.inc(self.scheduler.num_preemptions - preemptions)
         if chunks:
-            try:
-                sampled = self._run(chunks)
-            except Exception as exc:  # the engine lives: every request of the step is answered
-                logger.error("a step failed", exc_info=exc, sequences=len(chunks))
-                error = ModelFailure("the language model failed on this request: report it with the request id")
-                for request_id in {chunk.sequence.request_id for chunk in chunks}:
-                    events += self.fail(request_id, error)
-                return events, True
-            events += self._report(chunks, sampled)
+            events += self._run_and_report(chunks)
             self._measure(chunks, time.monotonic() - began)
         events += self._want_media(self.scheduler.sequences, always=False)
         return events + self._media_budget(), bool(chunks)
 
+    def _run_and_report(self, chunks: Seq[Chunk]) -> list[Event]:
+        """Run chunks together, or each apart when that fails: only the request that cannot run ends with an error."""
+        try:
+            sampled = self._run(chunks)
+        except Exception as exc:  # the engine lives: every request of the step is answered
+            if len(chunks) > 1:
+                logger.warning("a step failed; its sequences run apart", exc_info=exc, sequences=len(chunks))
+                return self._run_apart(chunks)
+            logger.error("a step failed", exc_info=exc, request_id=chunks[0].sequence.request_id)
+            error = ModelFailure("the language model failed on this request: report it with the request id")
+            return self.fail(chunks[0].sequence.request_id, error)
+        return self._report(chunks, sampled)
+
+    def _run_apart(self, chunks: Seq[Chunk]) -> list[Event]:
+        events: list[Event] = []
+        for chunk in chunks:
+            if chunk.sequence in self.scheduler.running:  # another choice of its request may just have failed
+                events += self._run_and_report([chunk])
+        return events
+
     def _run(self, chunks: Seq[Chunk]) -> list[SampledToken]:
+        """The tokens of chunks. Until all has gone well no sequence changes, so the chunks may be run once more."""
         model_input = build_model_input(chunks, self.pool.tensors, self._kv_cache.block_size, self._model.device)
         logits = self._model(model_input, self._kv_cache)
+        sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
+        sampled = self._sampler.sample(logits, sequences) if sequences else []
         for chunk in chunks:
             self.scheduler.computed(chunk)
-        sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
-        return self._sampler.sample(logits, sequences) if sequences else []
+        return sampled
 
     def _report(self, chunks: Seq[Chunk], sampled: Seq[SampledToken]) -> list[Event]:
         now = time.monotonic()
@@ -219,14 +235,14 @@ class Engine:
         )
         if is_stop:
             self._forget(sequence)
-            return _ended(_tokens(sequence), sequence, "stop", token.token_id, now)
-        report = _tokens(sequence, token)
+            return ended(tokens_of(sequence), sequence, "stop", token.token_id, now)
+        report = tokens_of(sequence, token)
         sequence.output_token_ids.append(token.token_id)
         if not self._is_full(sequence):
             # With the first token, so that the cached tokens are known also if the gateway ends the request itself.
-            return msgspec.structs.replace(report, usage=_usage(sequence, False)) if is_first else report
+            return msgspec.structs.replace(report, usage=usage_of(sequence, False)) if is_first else report
         self._forget(sequence)
-        return _ended(report, sequence, "length", None, now)
+        return ended(report, sequence, "length", None, now)
 
     def _is_full(self, sequence: Sequence) -> bool:
         return (
@@ -255,6 +271,20 @@ class Engine:
             if span.offset < end or span.offset + span.num_tokens > len(request.prompt_token_ids):
                 raise InvalidRequest(f"a media span at {span.offset} overlaps another or leaves the prompt")
             end = span.offset + span.num_tokens
+        rows: dict[str, int] = {}
+        if any(rows.setdefault(item.key, item.num_tokens) != item.num_tokens for item in request.media):
+            raise InvalidRequest("one media item is in the prompt twice, with different numbers of tokens")
+
+    def _check_held(self, sequence: Sequence) -> None:
+        """Refuse a sequence whose spans do not take exactly the rows of an embedding that is here for its key."""
+        rows: dict[str, int] = {}
+        for span in sequence.prompt.spans:
+            rows[span.key] = max(rows.get(span.key, 0), span.row_offset + span.num_tokens)
+        for key, num_tokens in rows.items():
+            if (held := self.pool.tensors.get(key)) is not None and len(held) != num_tokens:
+                raise InvalidRequest(
+                    f"a media item has {num_tokens} tokens in the prompt, but {len(held)} rows in its embedding"
+                )
 
     def _sequences_of(self, request: GenerateRequest, now: float) -> list[Sequence]:
         prompt = Prompt.of(request, self._merge_size)
@@ -332,54 +362,3 @@ class Engine:
         WAITING.set(len(self.scheduler.waiting))
         KV_BLOCKS.labels("used").set(self.blocks.num_used)
         KV_BLOCKS.labels("free").set(self.blocks.num_free)
-
-
-def _failure(request_id: str, attempt: int, choice: int, error: ErrorDetail) -> SequenceTokens:
-    return SequenceTokens(
-        request_id=request_id, attempt=attempt, choice=choice, offset=0, tokens=[], finish_reason="error", error=error
-    )
-
-
-def _tokens(sequence: Sequence, token: SampledToken | None = None) -> SequenceTokens:
-    """The report of a token that is about to be appended, or of none."""
-    return SequenceTokens(
-        request_id=sequence.request_id,
-        attempt=sequence.attempt,
-        choice=sequence.choice,
-        offset=len(sequence.output_token_ids),
-        tokens=[] if token is None else [token.token_id],
-        logprobs=None if token is None or token.logprobs is None else [token.logprobs],
-    )
-
-
-def _ended(
-    report: SequenceTokens, sequence: Sequence, reason: FinishReason, stop_token_id: int | None, now: float
-) -> SequenceTokens:
-    """A report that is the last of its sequence."""
-    return msgspec.structs.replace(
-        report,
-        finish_reason=reason,
-        stop_token_id=stop_token_id,
-        usage=_usage(sequence, stop_token_id is not None),
-        times=_times(sequence, now),
-    )
-
-
-def _usage(sequence: Sequence, is_stop: bool) -> Usage:
-    """Counts so far; the token that stopped it counts, as in vLLM."""
-    return Usage(
-        prompt_tokens=sequence.num_prompt_tokens,
-        completion_tokens=len(sequence.output_token_ids) + int(is_stop),
-        cached_tokens=sequence.num_cached_tokens or 0,
-    )
-
-
-def _times(sequence: Sequence, now: float) -> SequenceTimes:
-    started = sequence.started_at or now
-    first = sequence.first_token_at or now
-    return SequenceTimes(
-        queue_s=started - sequence.arrived_at,
-        media_wait_s=sequence.media_wait_s,
-        prefill_s=first - started,
-        decode_s=max(0.0, now - first),
-    )

@@ -1,12 +1,13 @@
 """The decoder's sockets and the way between them, the inbox of embeddings and the engine.
 
 Owns which gateway asked for which request. Gateways' messages become engine commands; the engine's events become one
-message per gateway and step. A gateway that leaves takes its requests with it. Runs on the event loop; knows nothing
-of tensors' content, blocks or scheduling.
+message per gateway and step. A gateway that leaves takes its requests with it, and is told so in case it is still
+there. Runs on the event loop; knows nothing of tensors' content, blocks or scheduling.
 """
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
@@ -23,17 +24,17 @@ from common.messages import (
     MediaAt,
     MediaFailed,
     MediaNeeded,
-    Refused,
     SequenceTokens,
     TokenBatch,
 )
+from common.link import AttentiveClock
 from common.metrics import Counter, Gauge
 from common.transport import Received, Router
-from common.wire import error_detail
 from decoder_svc.embedding_fetch import EncoderFetcher
 from decoder_svc.embedding_inbox import EmbeddingInbox
 from decoder_svc.engine import Engine, Event, MediaBudget, MediaWanted
 from decoder_svc.engine_thread import EngineThread
+from decoder_svc.reports import without_tokens
 
 logger = structlog.get_logger(__name__)
 
@@ -42,6 +43,7 @@ ACTIVE_REQUESTS = Gauge("tandem_decoder_active_requests", "Requests that have no
 REPORT_EVERY_S = 0.5
 GATEWAY_LIVENESS_S = 10.0
 STALLED_AFTER_S = 300.0
+MAX_UNTOLD_PEERS = 256
 
 
 class DecoderServer:
@@ -54,7 +56,9 @@ class DecoderServer:
         self._thread = EngineThread(engine, self._from_engine)
         self._hello = msgspec.structs.replace(hello, is_ready=True)
         self._loop = asyncio.get_running_loop()
+        self._clock = AttentiveClock(REPORT_EVERY_S)
         self._gateways: dict[bytes, float] = {}  # peers, and when they were last heard
+        self._untold: OrderedDict[bytes, list[SequenceTokens]] = OrderedDict()  # what lost peers could not be told
         self._requests: dict[str, tuple[bytes, int, int]] = {}  # id -> peer, attempt, choices that have not ended
         self._idle = asyncio.Event()
         self._idle.set()
@@ -99,7 +103,7 @@ class DecoderServer:
         while True:
             received = await self._control.receive()
             if received.peer in self._gateways:
-                self._gateways[received.peer] = time.monotonic()
+                self._gateways[received.peer] = self._clock.now
             match received.message:
                 case Hello():
                     self._greet(received)
@@ -113,16 +117,17 @@ class DecoderServer:
                     self._end(request_id, "cancelled")
                 case _:
                     error = ProtocolError(f"a decoder does not accept {type(received.message).__name__}")
-                    self._control.try_send(received.peer, Refused(error=error_detail(error)))
+                    self._control.refuse(received, error)
 
     def _greet(self, received: Received) -> None:
         assert isinstance(received.message, Hello)
         if received.message.model == self._hello.model:
-            self._gateways[received.peer] = time.monotonic()
-            self._control.try_send(received.peer, self._hello)
+            self._gateways[received.peer] = self._clock.now
+            if self._control.try_send(received.peer, self._hello):
+                self._tell_dropped(received.peer, self._untold.pop(received.peer, []))
         else:
             error = ProtocolError(f"this decoder serves {self._hello.model!r}, not {received.message.model!r}")
-            self._control.try_send(received.peer, Refused(error=error_detail(error)))
+            self._control.refuse(received, error)
 
     def _generate(self, peer: bytes, request: GenerateRequest) -> None:
         try:
@@ -135,7 +140,7 @@ class DecoderServer:
         except TandemError as error:
             self._refuse(peer, request, error)
             return
-        self._gateways[peer] = time.monotonic()  # whoever asks is watched, also one that said no Hello since we lost it
+        self._gateways[peer] = self._clock.now  # whoever asks is watched, also one that said no Hello since we lost it
         self._requests[request.request_id] = (peer, request.attempt, request.sampling.n)
         self._idle.clear()
         ACTIVE_REQUESTS.set(len(self._requests))
@@ -144,15 +149,7 @@ class DecoderServer:
 
     def _refuse(self, peer: bytes, request: GenerateRequest, error: TandemError) -> None:
         REQUESTS.labels("refused").inc()
-        refusal = SequenceTokens(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            choice=0,
-            offset=0,
-            tokens=[],
-            finish_reason="error",
-            error=error_detail(error),
-        )
+        refusal = without_tokens(request.request_id, request.attempt, "error", error)
         self._control.try_send(peer, TokenBatch(sequences=[refusal]))
 
     def _end(self, request_id: str, outcome: str) -> None:
@@ -230,16 +227,24 @@ class DecoderServer:
             self._lose_gateway(peer, "it does not read what it is sent")
 
     def _lose_gateway(self, peer: bytes, reason: str) -> None:
-        lost = [request_id for request_id, entry in self._requests.items() if entry[0] == peer]
+        lost = {request_id: attempt for request_id, (owner, attempt, _) in self._requests.items() if owner == peer}
         self._gateways.pop(peer, None)
         logger.warning("a gateway is gone", reason=reason, dropped_requests=len(lost))
         for request_id in lost:
             self._end(request_id, "gateway_gone")
+        self._tell_dropped(peer, [without_tokens(*entry, "cancelled") for entry in lost.items()])
+
+    def _tell_dropped(self, peer: bytes, dropped: list[SequenceTokens]) -> None:
+        """A gateway that was only silent, or did not read, must learn that it has to ask anew: at its next Hello."""
+        if dropped and not self._control.try_send(peer, TokenBatch(sequences=dropped)):
+            self._untold[peer] = self._untold.get(peer, []) + dropped
+            if len(self._untold) > MAX_UNTOLD_PEERS:  # connections that are gone for good say no Hello
+                self._untold.popitem(last=False)
 
     async def _keep_house(self) -> None:
         while True:
             self._thread.check()
-            now = time.monotonic()
+            now = self._clock.look()
             for peer in [peer for peer, heard in self._gateways.items() if now - heard > GATEWAY_LIVENESS_S]:
                 self._lose_gateway(peer, f"not heard for {GATEWAY_LIVENESS_S} s")
             self._report()

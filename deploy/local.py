@@ -113,6 +113,7 @@ def plan(settings: UpSettings, run_dir: Path, log_dir: Path) -> Plan:
         "TANDEM_REDIS": redis,
         "TANDEM_LOG_LEVEL": settings.log_level,
         "TANDEM_DRAIN_TIMEOUT_S": str(DRAIN_TIMEOUT_S),
+        "TANDEM_INSTANCE_ID": "",  # each has its own, whatever is set outside
     }
     cores = share_cores(sorted(os.sched_getaffinity(0)), settings.encoders + settings.decoders)
     services: list[Command] = []

@@ -120,10 +120,11 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
         max_items_per_batch=settings.max_items_per_batch,
         max_queued_patches=settings.max_queued_patches,
         preprocess_threads=settings.preprocess_threads,
+        video_threads=settings.video_threads,
     )
 
     async def probe(request: ProbeRequest, source: memoryview) -> VideoFacts:
-        return await pipeline.in_pool(lambda: reader.probe(request, source))
+        return await pipeline.probe(lambda: reader.probe(request, source))
 
     return EncoderParts(
         control=control,

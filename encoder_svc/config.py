@@ -34,7 +34,10 @@ class EncoderSettings(CommonSettings):
     """Threads of the forward pass on CPU; 0 takes the cores that this process may use."""
 
     preprocess_threads: int = max(1, (os.cpu_count() or 1) // 2)
-    """Threads that decode and resize media."""
+    """Threads that decode and resize images."""
+
+    video_threads: int = 1
+    """Threads that read videos, which may take long: images never wait behind them."""
 
     max_patches_per_batch: int = 16_384
     """Patches in one forward; a larger item runs alone."""

@@ -6,6 +6,7 @@ of its stages blocks; knows nothing of sockets.
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ from encoder_svc.preprocess import PreparedMedia
 from encoder_svc.runner import TowerItem, TowerRunner
 
 Prepare = Callable[[EncodeRequest, memoryview], PreparedMedia]  # runs in the pool
+MAX_PROBES = 64
+
 T = TypeVar("T")
 logger = structlog.get_logger(__name__)
 
@@ -66,6 +69,7 @@ class EncodePipeline:
         max_items_per_batch: int,
         max_queued_patches: int,
         preprocess_threads: int,
+        video_threads: int = 1,
         cache_queue_items: int = 64,
     ) -> None:
         self._prepare = prepare
@@ -73,7 +77,9 @@ class EncodePipeline:
         self._store = store
         self._cache = cache
         self._max_queued_patches = max_queued_patches
-        self._pool = ThreadPoolExecutor(preprocess_threads, thread_name_prefix="preprocess")
+        self._image_pool = ThreadPoolExecutor(preprocess_threads, thread_name_prefix="image")
+        self._video_pool = ThreadPoolExecutor(video_threads, thread_name_prefix="video")  # long ones hold up no image
+        self._num_probes = 0
         self._batcher: Batcher[_Ready] = Batcher(max_patches_per_batch, max_items_per_batch)
         self._arrived = asyncio.Event()
         self._flights: dict[str, _Flight] = {}
@@ -127,12 +133,19 @@ class EncodePipeline:
 
     def close(self) -> None:
         """Stop the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._image_pool, self._video_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._runner.close()
 
-    async def in_pool(self, call: Callable[[], T]) -> T:
-        """Run a preprocessing call in the pool."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+    async def probe(self, call: Callable[[], T]) -> T:
+        """Run a probe of a video beside the preprocessing of videos. Raises Overloaded when too many wait."""
+        if self._num_probes >= MAX_PROBES:
+            raise Overloaded(f"{self._num_probes} videos wait to be read in this encoder: retry", retry_after_s=2.0)
+        self._num_probes += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._video_pool, call)
+        finally:
+            self._num_probes -= 1
 
     def _start(self, request: EncodeRequest, source: memoryview) -> _Flight:
         patches = num_patches(request.expected_grid)
@@ -168,7 +181,9 @@ class EncodePipeline:
 
     async def _encode(self, request: EncodeRequest, source: memoryview) -> EncodeTimes:
         began = time.monotonic()
-        prepared = await self.in_pool(lambda: self._prepare(request, source))
+        pool = self._image_pool if request.modality == "image" else self._video_pool
+        call = functools.partial(self._prepare, request, source)
+        prepared = await asyncio.get_running_loop().run_in_executor(pool, call)
         prepared_at = time.monotonic()
         PREPROCESS_SECONDS.observe(prepared_at - began)
         done: asyncio.Future[HeldEmbedding] = asyncio.get_running_loop().create_future()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -38,6 +39,8 @@ async def serve(settings: GatewaySettings) -> None:
     context = zmq.asyncio.Context()
     keys = settings.curve_keys()
     cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+    checkpoint_dir = await asyncio.to_thread(resolve_checkpoint, settings.model, "gateway", settings.revision)
+    processor = ProcessorConfig.load(checkpoint_dir)
     fleet = Fleet(
         context,
         model=settings.model_name,
@@ -48,11 +51,12 @@ async def serve(settings: GatewaySettings) -> None:
         keys=keys,
         encoder_wait_s=settings.encoder_wait_s,
         decoder_wait_s=settings.decoder_wait_s,
+        video_settings=processor.video,
     )
     fetcher = MediaFetcher(
         FetchLimits(total_s=settings.media_timeout_s, private_hosts=frozenset(settings.allow_private_media_hosts))
     )
-    app = await asyncio.to_thread(_create_app, settings, fleet, fetcher)
+    app = await asyncio.to_thread(_create_app, settings, checkpoint_dir, processor, fleet, fetcher)
     server = http_server(app, settings.http_host, settings.port, drain_s=int(settings.drain_timeout_s))
     logger.info("gateway is up", model=settings.model_name, url=f"http://{settings.http_host}:{settings.port}")
     try:
@@ -63,9 +67,9 @@ async def serve(settings: GatewaySettings) -> None:
             await cache.close()
 
 
-def _create_app(settings: GatewaySettings, fleet: Fleet, fetcher: MediaFetcher) -> FastAPI:
-    checkpoint_dir = resolve_checkpoint(settings.model, "gateway", settings.revision)
-    processor = ProcessorConfig.load(checkpoint_dir)
+def _create_app(
+    settings: GatewaySettings, checkpoint_dir: Path, processor: ProcessorConfig, fleet: Fleet, fetcher: MediaFetcher
+) -> FastAPI:
     prompts = PromptBuilder.load(
         checkpoint_dir,
         processor,

@@ -26,7 +26,9 @@ from common.errors import (
 )
 from common.messages import GenerateRequest, Hello, MediaOptions, ProbeReply, ProbeRequest, VideoFacts
 from common.metrics import Counter, Gauge
+from common.processor_config import VideoSettings
 from common.transport import CurveKeys
+from common.vision_grid import is_consistent_video
 from gateway_svc.backend import GenerationEvent
 from gateway_svc.decoder_pool import DecoderPool
 from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
@@ -59,11 +61,13 @@ class Fleet:
         keys: CurveKeys | None,
         encoder_wait_s: float = ENCODER_WAIT_S,
         decoder_wait_s: float = DECODER_WAIT_S,
+        video_settings: VideoSettings | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._encoder_wait_s = encoder_wait_s
         self._decoder_wait_s = decoder_wait_s
+        self._video_settings = video_settings
         self._fingerprint: str | None = None
         self._hello = Hello(
             role="gateway",
@@ -123,7 +127,7 @@ class Fleet:
     async def probe_video(self, key: str, options: MediaOptions, source: bytes, deadline: float) -> VideoFacts:
         """A video's facts, from Redis or from the encoder that will probably encode it."""
         facts = await self._cache.get_video_facts(key) if self._cache is not None else None
-        if facts is not None:
+        if facts is not None and self._is_consistent(facts):
             PROBES.labels("cached").inc()
             return facts
         error: TandemError = EncoderUnavailable("no encoder is available to read this video", retry_after_s=5.0)
@@ -164,9 +168,13 @@ class Fleet:
         time_left_s = min(PROBE_TIMEOUT_S, max(0.0, deadline - time.monotonic()))
         request = ProbeRequest(request_id=uuid.uuid4().hex, key=key, options=options, time_left_s=time_left_s)
         reply = await self.encoders.call(peer, request, source, time_left_s + 1.0)
-        if not isinstance(reply, ProbeReply) or reply.facts is None:
-            raise ProtocolError("an encoder answered a probe with neither facts nor an error")
+        if not isinstance(reply, ProbeReply) or reply.facts is None or not self._is_consistent(reply.facts):
+            raise ProtocolError("an encoder answered a probe with neither an error nor facts that can be true")
         return reply.facts
+
+    def _is_consistent(self, facts: VideoFacts) -> bool:
+        settings = self._video_settings
+        return settings is None or is_consistent_video(facts.grid, facts.frame_indices, facts.timestamps, settings)
 
     def generate(
         self, request: GenerateRequest, media: Sequence[LoadedMedia], deadline: float

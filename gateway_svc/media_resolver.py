@@ -27,6 +27,7 @@ ENCODE_SECONDS = Histogram("tandem_gateway_encode_seconds", "EncodeRequest to En
 REDIS = "redis"
 ENCODER_WAIT_S = 30.0
 MAX_TRIES = 6
+MAX_LOST = 3
 TRY_TIMEOUT_S = 120.0
 
 Found = Callable[[LoadedMedia, str, bool], None]  # item, source, whether it was encoded for this request
@@ -88,6 +89,7 @@ class MediaResolver:
 
     async def _encode(self, item: LoadedMedia) -> None:
         error: TandemError = EncoderUnavailable(f"decoders could not fetch this {item.modality} from any encoder")
+        num_lost = 0
         while self._num_tries.get(item.key, 0) < MAX_TRIES:
             self._num_tries[item.key] = self._num_tries.get(item.key, 0) + 1
             instance_id, peer = await self._next_encoder(item)
@@ -102,7 +104,9 @@ class MediaResolver:
                 ENCODE_SECONDS.observe(time.monotonic() - began)
                 self._on_found(item, instance_id, not reply.was_held)
                 return
-            if not error_info(error).is_retryable or time.monotonic() >= self._deadline:
+            num_lost += isinstance(error, EncoderUnavailable)
+            # An item that ends encoder after encoder may be what ends them.
+            if not error_info(error).is_retryable or num_lost >= MAX_LOST or time.monotonic() >= self._deadline:
                 break
             logger.warning("an encoder failed; another is asked", encoder=instance_id, reason=str(error)[:200])
             ENCODE_RETRIES.inc()

@@ -175,9 +175,9 @@ class EventStreamResponse(Response, Generic[T]):
         except Cancelled:
             raise
         except asyncio.CancelledError:
-            # The server stops and its time for running answers is up: a client can tell this from a good end.
+            # The server stops and its time for running answers is up: the client is told, and the response ends in
+            # good order, which is all that was still to be done.
             yield encode_event(error_body(Overloaded("this server is shutting down: send the request again")))
-            raise
         except TandemError as error:
             yield encode_event(error_body(error))
         except Exception:

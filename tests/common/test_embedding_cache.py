@@ -378,3 +378,38 @@ def test_failures_of_calls_that_began_together_count_once() -> None:
     breaker = Breaker(first_s=1.0, longest_s=100.0)
     assert [breaker.record_failure(10.0 + delay) for delay in (0.0, 0.1, 0.2, 0.3)] == [True, False, False, False]
     assert breaker.allows(11.0)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b":7\r\n", b"$-5\r\n", b"-ASK 1 x\r\n", b"*1\r\n:3\r\n", b"+OK\r\n", b"%1\r\n+a\r\n:1\r\n", b"junk\r\n", b""],
+)
+async def test_whatever_answers_in_the_place_of_redis_is_a_miss(reply: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65_536):
+            writer.write(reply * 4)
+            await writer.drain()
+            if not reply:
+                break
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    header, payload = embedding(num_bytes=4096)
+    reads: list[Callable[[EmbeddingCache], Awaitable[object]]] = [
+        lambda cache: cache.get(expected(header)),
+        lambda cache: cache.probe([expected(header)]),
+        lambda cache: cache.get_fleet("tiny"),
+        lambda cache: cache.get_video_facts("a" * 64),
+    ]
+    for read in reads:
+        cache = EmbeddingCache.connect(url, ttl_s=TTL_S)
+        assert not await read(cache)
+        await cache.put(header, memoryview(payload))  # whatever it answers, it raises nothing
+        await cache.close()
+    server.close()
+
+
+async def test_fleet_facts_of_another_version_are_a_miss(server: Valkey, cache: EmbeddingCache) -> None:
+    await cache.put_fleet("tiny", FleetFacts("v2:" + "a" * 64))
+    assert await cache.get_fleet("tiny") is None

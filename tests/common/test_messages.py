@@ -79,7 +79,7 @@ EXAMPLES: list[AnyMessage] = [
         bytes_in_flight=5,
         is_draining=True,
     ),
-    messages.Refused(error=ERROR),
+    messages.Refused(error=ERROR, request_id="r-1"),
     messages.Cancel(request_id="r-1"),
     messages.ProbeRequest(request_id="r-1", key=KEY, options=OPTIONS, time_left_s=1.5),
     messages.ProbeReply(

@@ -20,6 +20,7 @@ from common.vision_grid import (
     group_timestamps,
     image_grid,
     image_placeholder_tokens,
+    is_consistent_video,
     num_vision_tokens,
     sample_frames,
     smart_resize_image,
@@ -178,3 +179,22 @@ def test_an_image_placeholder_becomes_one_token_for_each_merge_block() -> None:
 def test_timestamps_of_another_video_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="3 time stamps for a grid of 2"):
         video_frame_groups([0.0, 1.0, 2.0], (2, 4, 4), 2)
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_frames", "num_timestamps", "is_consistent"),
+    [
+        ((2, 4, 6), 4, 2, True),
+        ((2, 4, 6), 3, 2, True),
+        ((2, 4, 6), 4, 3, False),
+        ((3, 4, 6), 4, 3, False),
+        ((2, 4, 6), 5, 2, False),
+        ((2, 5, 6), 4, 2, False),
+        ((2, 4, 7), 4, 2, False),
+    ],
+)
+def test_facts_of_a_video_must_fit_each_other(
+    grid: tuple[int, int, int], num_frames: int, num_timestamps: int, is_consistent: bool
+) -> None:
+    frames, timestamps = list(range(num_frames)), [float(i) for i in range(num_timestamps)]
+    assert is_consistent_video(grid, frames, timestamps, DEMO_PROCESSOR.video) is is_consistent

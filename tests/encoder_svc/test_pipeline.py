@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.errors import InvalidRequest, ModelFailure, Overloaded, UnsupportedMedia
 from common.messages import EmbeddingHeader, EncodeRequest
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
 from encoder_svc.media_reader import MediaReader
-from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.pipeline import MAX_PROBES, EncodePipeline
+from encoder_svc.preprocess import PreparedMedia
 from encoder_svc.runner import TowerItem
 from encoder_svc.video_source import VideoLimits
 from tests.common.sockets import background, eventually
@@ -331,3 +334,34 @@ async def test_draining_waits_for_the_work_and_the_cache() -> None:
         bench.cache.gate.set()
         await drained
         assert bench.cache.stored == [key(1)]
+
+
+async def test_videos_that_take_long_hold_up_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    async with running() as bench:
+        prepare = bench.pipeline._prepare
+
+        def slow_for_videos(request: EncodeRequest, source: memoryview) -> PreparedMedia:
+            if request.modality == "video":
+                is_over.wait(30)
+            return prepare(msgspec.structs.replace(request, modality="image"), source)
+
+        monkeypatch.setattr(bench.pipeline, "_prepare", slow_for_videos)
+        videos = [bench.start(number, modality="video") for number in range(3)]
+        async with asyncio.timeout(10):
+            await bench.start(9)
+        assert not any(video.done() for video in videos)
+        is_over.set()
+        await asyncio.gather(*videos)
+
+
+async def test_too_many_waiting_probes_are_refused_and_count_no_more_afterwards() -> None:
+    is_over = threading.Event()
+    async with running() as bench:
+        probes = [asyncio.create_task(bench.pipeline.probe(lambda: is_over.wait(30))) for _ in range(MAX_PROBES)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await bench.pipeline.probe(lambda: True)
+        is_over.set()
+        assert await asyncio.gather(*probes) == [True] * MAX_PROBES
+        assert await bench.pipeline.probe(lambda: "read") == "read"

@@ -24,7 +24,7 @@ from common.errors import (
 from common.messages import Cancel, MediaOptions, Release
 from gateway_svc import media_resolver
 from gateway_svc.media import LoadedMedia
-from gateway_svc.media_resolver import MAX_TRIES, MediaResolver
+from gateway_svc.media_resolver import MAX_LOST, MAX_TRIES, MediaResolver
 from gateway_svc.routing import rendezvous_order
 from tests.common.sockets import background, eventually, zmq_context
 from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder, fake_encoders, pool_of
@@ -199,6 +199,13 @@ async def test_encoders_that_stay_overloaded_end_as_503_and_never_as_500() -> No
         assert error_info(error).http_status == 503
         assert error.param == "messages[0].content[0]"
         assert b.num_asked == MAX_TRIES
+
+
+async def test_an_item_that_costs_encoder_after_encoder_is_given_up() -> None:
+    async with bench() as b:
+        b.fail(EncoderUnavailable("the encoder went away while it worked on an item"))
+        assert type(await error_of(b)) is EncoderUnavailable
+        assert b.num_asked == MAX_LOST
 
 
 async def test_an_encoder_that_is_overloaded_for_a_moment_is_asked_again() -> None:
