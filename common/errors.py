@@ -54,6 +54,10 @@ class PayloadTooLarge(InvalidRequest):
     """The request body exceeds its limit."""
 
 
+class BodyTimeout(InvalidRequest):
+    """The request body did not arrive in time."""
+
+
 class Overloaded(TandemError):
     """No capacity now; the same request may succeed after `retry_after_s`."""
 
@@ -115,6 +119,7 @@ ERROR_TABLE: dict[type[TandemError], ErrorInfo] = {
     NotFound: ErrorInfo("not_found", 404, "invalid_request_error", False),
     MethodNotAllowed: ErrorInfo("method_not_allowed", 405, "invalid_request_error", False),
     PayloadTooLarge: ErrorInfo("payload_too_large", 413, "invalid_request_error", False),
+    BodyTimeout: ErrorInfo("body_timeout", 408, "invalid_request_error", False),
     Overloaded: ErrorInfo("overloaded", 503, "server_error", True),
     EncoderUnavailable: ErrorInfo("encoder_unavailable", 503, "server_error", True),
     DecoderUnavailable: ErrorInfo("decoder_unavailable", 503, "server_error", True),

@@ -21,8 +21,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from common.errors import ConfigError
+from common.http_protocol import LimitedProtocol
 from common.metrics import CONTENT_TYPE_LATEST, generate_latest
 
+# Beyond this, requests are answered with 503 and their connections closed. Each connection is a file descriptor.
+MAX_CONNECTIONS = 4096
 logger = structlog.get_logger(__name__)
 
 
@@ -113,7 +116,9 @@ def _bind(host: str, port: int) -> "socket_module.socket":
     return sock
 
 
-def http_server(app: ASGIApp, host: str, port: int, *, drain_s: int = 5) -> EmbeddedServer:
+def http_server(
+    app: ASGIApp, host: str, port: int, *, drain_s: int = 5, protocol: type[LimitedProtocol] = LimitedProtocol
+) -> EmbeddedServer:
     """A server for `app`; not started."""
     config = uvicorn.Config(
         app,
@@ -122,6 +127,9 @@ def http_server(app: ASGIApp, host: str, port: int, *, drain_s: int = 5) -> Embe
         log_config=None,
         access_log=False,
         lifespan="off",
+        http=protocol,
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=drain_s,
         h11_max_incomplete_event_size=64 << 10,
     )

@@ -199,7 +199,6 @@ class EmbeddingInbox:
     def _on_done(self, item: _Item, task: "asyncio.Task[Tensor]") -> None:
         """A fetch has ended; whoever was told of another source, or came while it was being stopped, gets a new one."""
         self.bytes_in_use -= item.num_bytes
-        key = item.expected.key
         if self._items.get(item.expected) is not item:
             return  # closed
         item.task = None
@@ -209,7 +208,7 @@ class EmbeddingInbox:
         elif not task.cancelled():
             del self._items[item.expected]
             self.bytes_in_use += task.result().nbytes
-            self._listener.delivered(key, task.result())
+            self._listener.delivered(item.expected.key, task.result())
         if not item.waiting and self._items.get(item.expected) is item:
             del self._items[item.expected]
         self._start_fetches()

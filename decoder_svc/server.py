@@ -15,6 +15,7 @@ import structlog
 from torch import Tensor
 
 from common.errors import Overloaded, PeerUnreachable, ProtocolError, TandemError
+from common.link import AttentiveClock
 from common.messages import (
     AnyMessage,
     Cancel,
@@ -27,7 +28,6 @@ from common.messages import (
     SequenceTokens,
     TokenBatch,
 )
-from common.link import AttentiveClock
 from common.metrics import Counter, Gauge
 from common.transport import Received, Router
 from decoder_svc.embedding_fetch import EncoderFetcher

@@ -26,7 +26,6 @@ from common.messages import (
     LoadReport,
     ProbeReply,
     ProbeRequest,
-    Refused,
     Release,
     VideoFacts,
 )
@@ -150,14 +149,14 @@ class EncoderServer:
         assert isinstance(received.message, Hello)
         if received.message.model != self._hello.model:
             error = ProtocolError(f"this encoder serves {self._hello.model!r}, not {received.message.model!r}")
-            router.try_send(received.peer, Refused(error=error_detail(error)))
+            router.refuse(received, error)
             return False
         return router.try_send(received.peer, self._hello)
 
     def _refuse(self, router: Router, received: Received) -> None:
         name = type(received.message).__name__
         error = ProtocolError(f"an encoder does not accept {name} with {len(received.payload)} payload frames here")
-        router.try_send(received.peer, Refused(error=error_detail(error)))
+        router.refuse(received, error)
 
     def _spawn(self, request_id: str, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

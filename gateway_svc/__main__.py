@@ -85,7 +85,11 @@ def _create_app(
         model_names=[settings.model_name],
         version=__version__,
         sampling_defaults=SamplingDefaults.load(checkpoint_dir, settings.generation_config),
-        limits=HttpLimits(max_body_bytes=settings.max_body_bytes, request_timeout_s=settings.request_timeout_s),
+        limits=HttpLimits(
+            max_body_bytes=settings.max_body_bytes,
+            max_inflight_body_bytes=settings.max_inflight_body_bytes,
+            request_timeout_s=settings.request_timeout_s,
+        ),
     )
 
 

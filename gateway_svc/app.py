@@ -6,6 +6,7 @@ hold one with a fake backend. Knows nothing of sockets to encoders and decoders.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,11 @@ from gateway_svc.detokenizer import TokenTable
 from gateway_svc.http_errors import install_error_handlers
 from gateway_svc.http_metrics import HttpMetrics
 from gateway_svc.media_loader import MediaLoader
-from gateway_svc.middleware import RequestMiddleware, request_ids
+from gateway_svc.middleware import BodyLimits, RequestMiddleware, request_ids
 from gateway_svc.openai_response import model_card
 from gateway_svc.openai_schema import ChatCompletionRequest
 from gateway_svc.prompt import PromptBuilder
+from gateway_svc.request_body import read_chat_request
 from gateway_svc.sampling import SamplingDefaults
 from gateway_svc.sse import Puller, collect, open_stream
 
@@ -36,11 +38,22 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+# Threads of large bodies: few, since a parser lets no other thread run.
+_NUM_BODY_THREADS = 2
+_SCHEMAS = "#/components/schemas/"
+
+
 @dataclass(frozen=True)
 class HttpLimits:
-    """Bounds of the HTTP side. `stream_open_s` is how long a stream waits for its first event before it opens."""
+    """Bounds of the HTTP side.
+
+    `max_inflight_body_bytes` bounds the bodies of all requests that run, `body_idle_s` the wait for the next piece of
+    a body, `stream_open_s` the wait for a stream's first event before it opens.
+    """
 
     max_body_bytes: int = 128 << 20
+    max_inflight_body_bytes: int = 1 << 30
+    body_idle_s: float = 30.0
     request_timeout_s: float = 600.0
     stream_open_s: float = 15.0
     keep_alive_s: float = 10.0
@@ -69,21 +82,50 @@ def create_app(
         defaults=sampling_defaults or SamplingDefaults(),
         model_names=tuple(model_names),
         metrics=metrics,
+        text_threads=ThreadPoolExecutor(thread_name_prefix="text"),
         request_timeout_s=limits.request_timeout_s,
     )
-    app = FastAPI(title="Tandem", version=version, description="Qwen3-VL behind OpenAI's API.")
-    app.add_middleware(RequestMiddleware, metrics=metrics, max_body_bytes=limits.max_body_bytes)
+    app = _DocumentedApp(title="Tandem", version=version, description="Qwen3-VL behind OpenAI's API.")
+    bodies = BodyLimits(
+        max_bytes=limits.max_body_bytes,
+        max_inflight_bytes=limits.max_inflight_body_bytes,
+        idle_s=limits.body_idle_s,
+        total_s=limits.request_timeout_s,
+    )
+    app.add_middleware(RequestMiddleware, metrics=metrics, bodies=bodies)
     install_error_handlers(app)
-    _add_chat_route(app, service, limits)
+    _add_chat_route(app, service, limits, ThreadPoolExecutor(_NUM_BODY_THREADS, thread_name_prefix="body"))
     _add_model_routes(app, backend, service.model_names)
     _add_probe_routes(app, backend, registry, version)
     return app
 
 
-def _add_chat_route(app: FastAPI, service: ChatService, limits: HttpLimits) -> None:
-    @app.post("/v1/chat/completions", tags=["chat"], response_model=None, responses=_ERROR_RESPONSES)
-    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+class _DocumentedApp(FastAPI):
+    """Adds to the documentation the schema of the body, which is read by hand."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The API as OpenAPI."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            schema = ChatCompletionRequest.model_json_schema(ref_template=_SCHEMAS + "{model}")
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            schemas |= {**schema.pop("$defs"), ChatCompletionRequest.__name__: schema}
+        return super().openapi()
+
+
+def _add_chat_route(app: FastAPI, service: ChatService, limits: HttpLimits, body_threads: Executor) -> None:
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + ChatCompletionRequest.__name__}}}
+
+    @app.post(
+        "/v1/chat/completions",
+        tags=["chat"],
+        response_model=None,
+        responses=_ERROR_RESPONSES,
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
+    async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation, as one JSON object or, with `stream`, as server-sent events."""
+        body = await read_chat_request(request, body_threads)
         ids = request_ids(request.scope)
         run = service.run(body, ids.internal, ids.label)
         puller = Puller(run.deltas(), request.receive)

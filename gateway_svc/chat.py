@@ -8,6 +8,7 @@ peers. Runs in the request's task; heavy work goes to threads.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from gateway_svc.media import LoadedMedia, MediaReference
 from gateway_svc.media_loader import MediaLoader
 from gateway_svc.openai_response import CompletionHead, TokenCounts
 from gateway_svc.openai_schema import ChatCompletionRequest
-from gateway_svc.prompt import PromptBuilder
+from gateway_svc.prompt import PromptBuilder, PromptDraft
 from gateway_svc.sampling import SamplingDefaults, sampling_params, with_room
 
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
@@ -33,7 +34,11 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ChatService:
-    """What every chat completion shares. `model_names[0]` is the name used inside the fleet."""
+    """What every chat completion shares.
+
+    `model_names[0]` is the name used inside the fleet. `text_threads` render and tokenize, and do nothing else, so
+    that no name look-up or large file keeps a prompt waiting.
+    """
 
     backend: Backend
     prompts: PromptBuilder
@@ -42,6 +47,7 @@ class ChatService:
     defaults: SamplingDefaults
     model_names: Sequence[str]
     metrics: HttpMetrics
+    text_threads: Executor
     request_timeout_s: float
 
     def run(self, request: ChatCompletionRequest, request_id: str, client_label: str | None) -> "ChatRun":
@@ -123,9 +129,8 @@ class ChatRun:
         request, service = self._request, self._service
         await service.backend.wait_for_decoder(self._deadline)
         max_model_len = service.backend.max_model_len
-        conversation, references = conversation_of(request)
-        service.media.check_counts(references)
-        draft = await asyncio.to_thread(service.prompts.draft, conversation, max_model_len)
+        run_in_threads = asyncio.get_running_loop().run_in_executor
+        draft, references = await run_in_threads(service.text_threads, self._draft, max_model_len)
         sampling = sampling_params(
             request,
             service.defaults,
@@ -136,7 +141,7 @@ class ChatRun:
         if references:
             fingerprint = await service.backend.fingerprint()
             self._media = await self._load(references, fingerprint)
-        prompt = await asyncio.to_thread(service.prompts.build, draft, self._media, max_model_len)
+        prompt = await run_in_threads(service.text_threads, service.prompts.build, draft, self._media, max_model_len)
         self._num_prompt_tokens = len(prompt.token_ids)
         self._items = prompt.media
         return GenerateRequest(
@@ -149,6 +154,12 @@ class ChatRun:
             cache_salt=request.cache_salt,
             time_left_s=max(0.0, self._deadline - time.monotonic()),
         )
+
+    def _draft(self, max_model_len: int) -> tuple[PromptDraft, list[MediaReference]]:
+        """The prompt before its media, and what these are. For a thread."""
+        conversation, references = conversation_of(self._request)
+        self._service.media.check_counts(references)
+        return self._service.prompts.draft(conversation, max_model_len), references
 
     async def _load(self, references: Sequence[MediaReference], fingerprint: str) -> list[LoadedMedia]:
         kwargs = self._request.mm_processor_kwargs

@@ -39,6 +39,9 @@ class GatewaySettings(CommonSettings):
     max_body_bytes: int = 128 << 20
     """Bytes of one request body."""
 
+    max_inflight_body_bytes: int = 1 << 30
+    """Bytes of all request bodies that are being read or answered, above which new ones are refused as overloaded."""
+
     request_timeout_s: float = 600.0
     """Seconds that one request may take in all."""
 

@@ -12,7 +12,7 @@ import structlog
 import zmq.asyncio
 
 from common.link import Link
-from common.messages import AnyMessage, Cancel, GenerateRequest, Hello, MediaNeeded, SequenceTokens, TokenBatch
+from common.messages import AnyMessage, Cancel, GenerateRequest, Hello, MediaNeeded, Refused, SequenceTokens, TokenBatch
 from common.transport import CurveKeys, Dealer
 from gateway_svc.routing import least_loaded
 
@@ -93,11 +93,11 @@ class DecoderPool:
         return run
 
     def end(self, run: Run, *, is_finished: bool) -> None:
-        """Stop listening; a run that has not finished is cancelled at its decoder."""
+        """Stop listening; a run that has not finished is cancelled at its decoder, also at one that is away now."""
         if self._runs.get(run.request_id) is run:
             del self._runs[run.request_id]
         if not is_finished:
-            run.link.try_send(Cancel(request_id=run.request_id))
+            run.link.send_or_keep(Cancel(request_id=run.request_id))
 
     def _load(self, link: Link) -> float:
         """Own requests count at once, others' with the decoder's next report."""
@@ -111,6 +111,8 @@ class DecoderPool:
                 self._route(link, tokens)
         elif isinstance(message, MediaNeeded):
             self._route(link, message)
+        elif isinstance(message, Refused):
+            self._refused(link, message)
         else:
             logger.warning("a decoder sent an unexpected message", message=type(message).__name__)
 
@@ -119,6 +121,21 @@ class DecoderPool:
         run = self._runs.get(event.request_id)
         if run is not None and run.link is link and run.attempt == event.attempt:
             run.tell(event)
+
+    def _refused(self, link: Link, refused: Refused) -> None:
+        """The decoder did not take a message of a request: it fails there, as if the decoder had said so itself."""
+        run = self._runs.get(refused.request_id or "")
+        if run is not None and run.link is link:
+            end = SequenceTokens(
+                request_id=run.request_id,
+                attempt=run.attempt,
+                choice=0,
+                offset=0,
+                tokens=[],
+                finish_reason="error",
+                error=refused.error,
+            )
+            run.tell(end)
 
     def _on_down(self, link: Link, instance_id: str) -> None:
         for run in self._runs.values():

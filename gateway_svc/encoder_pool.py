@@ -22,6 +22,7 @@ from common.messages import (
     Hello,
     ProbeReply,
     ProbeRequest,
+    Refused,
     Release,
 )
 from common.transport import CurveKeys, Dealer
@@ -125,7 +126,7 @@ class EncoderPool:
             raise EncoderUnavailable("the encoder is not connected") from exc
         except asyncio.CancelledError:
             # Only when the whole request ends: an encoder answers nothing more of a request that was cancelled.
-            peer.control.try_send(Cancel(request_id=request.request_id))
+            peer.control.send_or_keep(Cancel(request_id=request.request_id))
             raise
         finally:
             self._calls.discard(call)
@@ -134,11 +135,14 @@ class EncoderPool:
         return reply
 
     def release(self, request_id: str, peers: Sequence[EncoderPeer]) -> None:
-        """End a request's leases."""
+        """End a request's leases, also at encoders that are away just now."""
         for peer in peers:
-            peer.control.try_send(Release(request_id=request_id))
+            peer.control.send_or_keep(Release(request_id=request_id))
 
     def _on_message(self, link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
+        if isinstance(message, Refused):
+            self._fail(link, error_from_detail(message.error), request_id=message.request_id)
+            return
         if not isinstance(message, EncodeReply | ProbeReply):
             logger.warning("an encoder sent an unexpected message", message=type(message).__name__)
             return
@@ -148,11 +152,14 @@ class EncoderPool:
                 call.reply.set_result(message)
 
     def _on_down(self, link: Link, instance_id: str) -> None:
-        error: TandemError = EncoderUnavailable("the encoder went away while it worked on an item")
-        for call in self._calls:
-            if call.link is link and not call.reply.done():
-                call.reply.set_exception(error)
+        self._fail(link, EncoderUnavailable("the encoder went away while it worked on an item"))
         self._changed()
+
+    def _fail(self, link: Link, error: TandemError, request_id: str | None = None) -> None:
+        """End the calls on a connection: those of one request, or all."""
+        for call in self._calls:
+            if call.link is link and request_id in (None, call.request_id) and not call.reply.done():
+                call.reply.set_exception(error)
 
     def _changed(self) -> None:
         self._on_change()

@@ -170,7 +170,7 @@ class Generation:
     def _on_media_found(self, item: LoadedMedia, source: str, was_encoded: bool) -> None:
         self._resolving.discard(item.key)
         if self._run is not None:
-            self._run.link.try_send(MediaAt(request_id=self._request.request_id, key=item.key, source=source))
+            self._run.link.send_or_keep(MediaAt(request_id=self._request.request_id, key=item.key, source=source))
         if item.key not in self._reported:
             self._reported.add(item.key)
             outcome: MediaOutcome = "encoded" if was_encoded else "cache"

@@ -1,20 +1,24 @@
 """Media over HTTP, for URLs that strangers choose: what may be contacted, and how long and how much.
 
 A host's name is resolved once, every address is checked, and the connection goes to a checked address, so neither a
-second answer of DNS nor a redirect leads inside. Time, bytes and hops are bounded; the body is read only up to its
-limit. Errors and logs name the item, never the URL: it may hold credentials. Runs on the event loop.
+second answer of DNS nor a redirect leads inside. Time, bytes, hops, fetches and look-ups that run together are bounded;
+the body is read only up to its limit. Errors and logs name the item, never the URL: it may hold credentials. Runs on
+the event loop, and look-ups in threads of their own.
 """
 
 import asyncio
 import ipaddress
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import httpx
 
-from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge
+from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge, Overloaded
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_URL_CHARACTERS = 8192
@@ -22,7 +26,7 @@ _MAX_URL_CHARACTERS = 8192
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """How far one fetch may go.
+    """How far one fetch may go, and how many run together in one gateway.
 
     `private_hosts` may be contacted although their addresses are private: names as in the URL, with or without a
     port, or "*" for any. A redirect to another private host is still refused.
@@ -31,6 +35,7 @@ class FetchLimits:
     total_s: float = 20.0
     connect_s: float = 5.0
     max_redirects: int = 3
+    max_concurrent: int = 64
     private_hosts: frozenset[str] = frozenset()
 
 
@@ -38,18 +43,68 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Awaitable[list[Address]]]
 
 
-async def resolve(host: str, port: int) -> list[Address]:
-    """Addresses of a name, in the resolver's order. Odd spellings of IPv4 (127.1, 0x7f.0.0.1) come out plain."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found))
+class NameLookup:
+    """Looks names up with the system's resolver, which blocks, in a bounded number of threads.
+
+    A thread whose look-up takes too long cannot be interrupted: it counts as busy until it comes back.
+    """
+
+    def __init__(
+        self, *, max_threads: int = 16, wait_s: float = 5.0, getaddrinfo: Callable[..., Any] = socket.getaddrinfo
+    ) -> None:
+        """`wait_s` is how long a look-up waits for a thread."""
+        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="dns")
+        self._free = asyncio.Semaphore(max_threads)
+        self._max_threads = max_threads
+        self._wait_s = wait_s
+        self._getaddrinfo = getaddrinfo
+
+    async def __call__(self, host: str, port: int) -> list[Address]:
+        """Addresses of a name, in the resolver's order. Odd spellings of IPv4 (127.1, 0x7f.0.0.1) come out plain.
+
+        Raises OSError or UnicodeError for a name that has none, and Overloaded when all threads stay busy.
+        """
+        try:
+            return [ipaddress.ip_address(host.partition("%")[0])]
+        except ValueError:
+            found = await self._look_up(host, port)
+        return list(dict.fromkeys(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found))
+
+    async def _look_up(self, host: str, port: int) -> Any:
+        busy = f"all {self._max_threads} look-ups of media hosts' names are busy: try again later, or send data URIs"
+        await _acquired(self._free, self._wait_s, busy)
+        loop = asyncio.get_running_loop()
+        job = self._threads.submit(self._getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        job.add_done_callback(partial(self._on_done, loop))
+        return await asyncio.wrap_future(job)
+
+    def _on_done(self, loop: asyncio.AbstractEventLoop, job: Future[Any]) -> None:
+        """In the look-up's thread. A process that ends does not wait for its look-ups."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._free.release)
+
+    def close(self) -> None:
+        """Let threads end when their look-ups do."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _acquired(slots: asyncio.Semaphore, wait_s: float, message: str) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            await slots.acquire()
+    except TimeoutError as exc:
+        raise Overloaded(message, retry_after_s=wait_s) from exc
 
 
 class MediaFetcher:
     """Fetches media URLs. One instance for the gateway; `aclose` when it ends."""
 
-    def __init__(self, limits: FetchLimits, *, resolver: Resolver = resolve) -> None:
+    def __init__(self, limits: FetchLimits, *, resolver: Resolver | None = None) -> None:
+        """`resolver` instead of the system's."""
         self._limits = limits
-        self._resolver = resolver
+        self._lookup = NameLookup()
+        self._resolver = resolver or self._lookup
+        self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._client = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
@@ -60,19 +115,28 @@ class MediaFetcher:
         )
 
     async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
-        """The body behind `url`. Raises InvalidRequest, MediaFetchFailed or MediaTooLarge, naming `param`."""
+        """The body behind `url`. Raises InvalidRequest, MediaFetchFailed or MediaTooLarge, naming `param`.
+
+        Raises Overloaded when too many other fetches run for as long as this one might have.
+        """
+        parsed = parse_media_url(url, param)
+        busy = f"{self._limits.max_concurrent} media files are being fetched: try again later, or send data URIs"
+        await _acquired(self._slots, self._limits.total_s, busy)
         try:
             async with asyncio.timeout(self._limits.total_s):
-                return await self._follow(parse_media_url(url, param), max_bytes, param)
+                return await self._follow(parsed, max_bytes, param)
         except TimeoutError as exc:
             raise MediaFetchFailed(
                 f"{param}: the media host did not send the file within {self._limits.total_s:g} s: use a faster host, "
                 "or send the file as a data URI",
                 param=param,
             ) from exc
+        finally:
+            self._slots.release()
 
     async def aclose(self) -> None:
-        """Close idle connections."""
+        """Close idle connections, and the threads of look-ups."""
+        self._lookup.close()
         await self._client.aclose()
 
     async def _follow(self, url: httpx.URL, max_bytes: int, param: str) -> bytes:

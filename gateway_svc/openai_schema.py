@@ -27,6 +27,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of one message; tool calls too
+MAX_PARTS_IN_ALL = 16_384
+MAX_TOOLS = 4096
 
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
@@ -206,6 +210,8 @@ class ChatCompletionRequest(_Model):
     @model_validator(mode="before")
     @classmethod
     def _check_values(cls, body: object) -> object:
+        if isinstance(body, dict):
+            _refuse_multitudes(body)
         check_plain(body)
         if isinstance(body, dict):
             _refuse_unsupported(body)
@@ -258,6 +264,33 @@ _NOT_SERVED: dict[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
+
+
+def _refuse_multitudes(body: dict[str, Any]) -> None:
+    """Refuse lists that are too long while they are still plain: an object of each item would cost far more."""
+    _check_count(body.get("messages"), MAX_MESSAGES, "messages")
+    _check_count(body.get("tools"), MAX_TOOLS, "tools")
+    num_parts = 0
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        for name in ("content", "tool_calls") if isinstance(message, dict) else ():
+            param = f"messages[{index}].{name}"
+            num_parts += _check_count(message.get(name), MAX_PARTS, param)
+            if num_parts > MAX_PARTS_IN_ALL:
+                raise InvalidRequest(
+                    f"{param} is where the messages exceed {MAX_PARTS_IN_ALL} content parts and tool calls in all: "
+                    "send fewer",
+                    param=param,
+                )
+
+
+def _check_count(value: object, limit: int, param: str) -> int:
+    """The number of items of a list; anything else has none."""
+    if not isinstance(value, list):
+        return 0
+    if len(value) > limit:
+        raise InvalidRequest(f"{param} has {len(value)} items, above the limit of {limit}: send fewer", param=param)
+    return len(value)
 
 
 def _refuse_unsupported(body: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ what the events say. Runs in the request's task.
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from common.errors import Cancelled, Overloaded, TandemError
 from gateway_svc.http_errors import error_body, internal_error
 
 MAX_PENDING = 1024
+STALL_S = 60.0
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -34,12 +36,14 @@ def encode_event(value: object) -> bytes:
 class Puller(Generic[T]):
     """Runs a producer in a task of its own and hands over what there is, for as long as the client is there.
 
-    A pull that times out leaves the producer at work; a slow client holds it up once `MAX_PENDING` items wait. Close
-    it in every case: that ends the producer.
+    A pull that times out leaves the producer at work; a slow client holds it up once `MAX_PENDING` items wait, and
+    one that takes none of them for `stall_s` is given up: the source is closed. Close it in every case: that ends
+    the producer.
     """
 
-    def __init__(self, source: AsyncGenerator[T, None], receive: Receive) -> None:
+    def __init__(self, source: AsyncGenerator[T, None], receive: Receive, *, stall_s: float = STALL_S) -> None:
         self._source = source
+        self._stall_s = stall_s
         self._items: list[T] = []
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -77,12 +81,20 @@ class Puller(Generic[T]):
         await self._source.aclose()
 
     async def _produce(self) -> None:
-        async for item in self._source:
-            self._items.append(item)
-            self._changed.set()
-            if len(self._items) >= MAX_PENDING:
-                self._has_room.clear()
+        async with aclosing(self._source) as source:
+            async for item in source:
+                self._items.append(item)
+                self._changed.set()
+                if len(self._items) >= MAX_PENDING:
+                    self._has_room.clear()
+                    await self._wait_for_room()
+
+    async def _wait_for_room(self) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
                 await self._has_room.wait()
+        except TimeoutError as exc:
+            raise Cancelled(f"the client has read nothing of its stream for {self._stall_s:g} s") from exc
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -316,7 +316,7 @@ async def test_many_calls_that_meet_a_frozen_server_together_pause_it_once(
     server.freeze()
     began = time.monotonic()
     assert await asyncio.gather(*(cache.get_video_facts("k") for _ in range(100))) == [None] * 100
-    assert time.monotonic() - began < CALL_BUDGET_S + 1.5
+    assert time.monotonic() - began < CALL_BUDGET_S + 4.0  # a hundred calls one after another would take 25 s
     server.thaw()
     async with asyncio.timeout(5):  # not the ten seconds of a hundred failures in a row
         while True:

@@ -16,7 +16,8 @@ CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass) if 
 def test_every_class_has_a_row(error_class: type[TandemError]) -> None:
     info = error_info(error_class("why"))
     assert 400 <= info.http_status <= 599
-    assert info.openai_type == ("invalid_request_error" if info.http_status in (400, 404, 405, 413) else "server_error")
+    is_of_client = info.http_status in (400, 404, 405, 408, 413)
+    assert info.openai_type == ("invalid_request_error" if is_of_client else "server_error")
 
 
 def test_codes_are_unique() -> None:

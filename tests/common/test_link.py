@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import pytest
 import zmq.asyncio
 
 from common.errors import PeerUnreachable, ProtocolError
-from common.link import Link
+from common.link import AttentiveClock, Link
 from common.messages import AnyMessage, Cancel, LoadReport, Refused, Role
 from common.transport import Dealer, Router
 from common.wire import error_detail
@@ -185,3 +186,89 @@ async def test_any_message_counts_as_a_sign_of_life(context: zmq.asyncio.Context
             await asyncio.sleep(0.02)
         assert story.events == ["up e-1"]
         await eventually(lambda: story.events == ["up e-1", "down e-1"])
+
+
+async def test_a_refusal_of_a_request_s_message_reaches_the_owner(context: zmq.asyncio.Context, router: Router) -> None:
+    greeter = Greeter(router, ENCODER)
+    refused = Refused(error=error_detail(ProtocolError("no such thing")), request_id="r")
+    async with linked(context, router.endpoint) as story, background(greeter.run()):
+        await eventually(lambda: story.link.is_up)
+        router.send(greeter.peers[0], Refused(error=refused.error))
+        router.send(greeter.peers[0], refused)
+        await eventually(lambda: story.messages == [refused])
+
+
+def test_time_in_which_our_own_loop_stood_still_does_not_count() -> None:
+    seconds = iter([100.0, 100.5, 101.0, 131.0, 131.6])
+    clock = AttentiveClock(0.5, lambda: next(seconds))
+    assert [round(clock.look(), 6) for _ in range(4)] == [0.5, 1.0, 2.0, 2.6]
+    assert round(clock.now, 6) == 2.6
+
+
+@pytest.mark.parametrize("router", ["ipc"], indirect=True)
+async def test_a_peer_is_not_blamed_for_a_time_when_our_own_loop_stood_still(
+    context: zmq.asyncio.Context, router: Router
+) -> None:
+    greeter = Greeter(router, ENCODER)
+    async with linked(context, router.endpoint, liveness_s=0.5) as story, background(greeter.run()):
+        await eventually(lambda: story.link.is_up)
+        threading.Event().wait(1.0)
+        await asyncio.sleep(0.1)
+        assert story.events == ["up e-1"]
+
+
+async def test_what_an_instance_must_hear_is_sent_once_it_is_back_and_nothing_overtakes_it(
+    context: zmq.asyncio.Context, router: Router
+) -> None:
+    greeter = Greeter(router, ENCODER)
+    async with linked(context, router.endpoint) as story, background(greeter.run()):
+        story.link.send_or_keep(Cancel(request_id="for nobody"))
+        await eventually(lambda: story.link.is_up)
+        story.link._go_down("silence, say")
+        for number in range(3):
+            story.link.send_or_keep(Cancel(request_id=f"r{number}"))
+        await eventually(lambda: story.link.is_up)
+        story.link.send(Cancel(request_id="new"))
+        await eventually(lambda: len(greeter.heard) == 4)
+        said = [heard.message for heard in greeter.heard]
+        assert said == [Cancel(request_id=name) for name in ("r0", "r1", "r2", "new")]
+
+
+async def test_what_was_kept_is_sent_with_the_heartbeat_when_nothing_else_is(
+    context: zmq.asyncio.Context, router: Router
+) -> None:
+    greeter = Greeter(router, ENCODER)
+    async with linked(context, router.endpoint) as story, background(greeter.run()):
+        await eventually(lambda: story.link.is_up)
+        story.link._go_down("silence, say")
+        story.link.send_or_keep(Cancel(request_id="r"))
+        await eventually(lambda: [heard.message for heard in greeter.heard] == [Cancel(request_id="r")])
+
+
+async def test_another_instance_is_not_told_what_the_last_one_should_have_heard(
+    context: zmq.asyncio.Context, router: Router
+) -> None:
+    greeter = Greeter(router, ENCODER)
+    async with linked(context, router.endpoint) as story, background(greeter.run()):
+        await eventually(lambda: story.link.is_up)
+        story.link._go_down("silence, say")
+        story.link.send_or_keep(Cancel(request_id="old"))
+        greeter.answer = hello("encoder", "e-2")
+        await eventually(lambda: story.link.is_up)
+        story.link.send(Cancel(request_id="new"))
+        await eventually(lambda: greeter.heard)
+        assert [heard.message for heard in greeter.heard] == [Cancel(request_id="new")]
+
+
+async def test_no_more_than_a_limit_of_messages_is_kept(
+    context: zmq.asyncio.Context, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.link.MAX_KEPT", 2)
+    greeter = Greeter(router, ENCODER)
+    async with linked(context, router.endpoint) as story, background(greeter.run()):
+        await eventually(lambda: story.link.is_up)
+        story.link._go_down("silence, say")
+        for number in range(5):
+            story.link.send_or_keep(Cancel(request_id=f"r{number}"))
+        await eventually(lambda: len(greeter.heard) == 2)
+        assert [heard.message for heard in greeter.heard] == [Cancel(request_id="r3"), Cancel(request_id="r4")]

@@ -12,8 +12,8 @@ import pytest
 import zmq.asyncio
 import zmq.auth
 
-from common.errors import ConfigError, PeerUnreachable
-from common.messages import Cancel, FetchChunk, LoadReport
+from common.errors import ConfigError, PeerUnreachable, ProtocolError
+from common.messages import Cancel, FetchChunk, LoadReport, Refused
 from common.transport import (
     MALFORMED_FRAMES,
     MAX_FRAMES,
@@ -133,6 +133,22 @@ async def refused_then_served(context: zmq.asyncio.Context, router: Router, bad:
         for _ in bad:
             frames = await socket.recv_multipart()
             assert b"Refused" in frames[0]
+
+
+async def test_a_refusal_names_the_request_of_the_message_also_when_only_its_id_could_be_read(
+    router: Router, dealer: Dealer
+) -> None:
+    peer = await connected(dealer, router, MESSAGE)
+    bad_field = pack(MESSAGE).replace(b"Cancel", b"Canker")
+    await dealer._socket.send_multipart([bad_field])
+    await dealer._socket.send_multipart([pack(MESSAGE)] * MAX_FRAMES)
+    await dealer._socket.send_multipart([b"garbage"])
+    dealer.send(MESSAGE)
+    again = await received(router)
+    assert again.peer == peer
+    router.refuse(again, ProtocolError("out of place"))
+    refused = [(await received(dealer)).message for _ in range(4)]
+    assert [message.request_id for message in refused if isinstance(message, Refused)] == ["r-1", "r-1", None, "r-1"]
 
 
 async def test_a_peer_of_another_version_is_told_both_versions(context: zmq.asyncio.Context, router: Router) -> None:

@@ -2,13 +2,14 @@
 
 import contextlib
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from common.messages import Cancel, Hello, Message
-from common.wire import CHUNK_BYTES, MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_MAJOR, chunks, pack, unpack
+from common.wire import CHUNK_BYTES, MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_MAJOR, chunks, pack, request_id_of, unpack
 from tests.common.test_messages import EXAMPLES
 from tests.paths import SHARED, needs_shared
 
@@ -97,3 +98,36 @@ def test_chunks_are_views_that_join_to_the_payload(size: int, chunk_bytes: int) 
 
 def test_a_chunk_fits_what_a_receiver_accepts() -> None:
     assert CHUNK_BYTES < MAX_HEADER_BYTES
+
+
+REFUSED_FRAME = b"TDM\x01\x00" + msgspec.msgpack.encode({"type": "GenerateRequest", "request_id": "r", "n": [1] * 9})
+
+
+def test_the_request_id_of_a_refused_header_is_found_where_it_can_be_read() -> None:
+    with pytest.raises(ProtocolError):
+        unpack(REFUSED_FRAME)
+    assert request_id_of(REFUSED_FRAME) == "r"
+    assert request_id_of(memoryview(REFUSED_FRAME)) == "r"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"garbage",
+        REFUSED_FRAME[:-1],
+        b"TDM\x02\x00" + REFUSED_FRAME[5:],
+        b"TDM\x01\x00" + msgspec.msgpack.encode({"request_id": "x" * 129}),
+        b"TDM\x01\x00" + msgspec.msgpack.encode({"request_id": 7}),
+        b"TDM\x01\x00" + msgspec.msgpack.encode({"type": "Hello"}),
+        b"TDM\x01\x00" + b"\x91" * 100_000,
+    ],
+    ids=["empty", "garbage", "cut", "version", "too long", "no text", "none", "deep"],
+)
+def test_a_header_without_a_readable_request_id_has_none(frame: bytes) -> None:
+    assert request_id_of(frame) is None
+
+
+@given(st.binary(max_size=300))
+def test_looking_for_a_request_id_never_raises(data: bytes) -> None:
+    assert isinstance(request_id_of(b"TDM\x01\x00" + data), str | None)

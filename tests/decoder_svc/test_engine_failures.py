@@ -10,6 +10,8 @@ from torch import Tensor
 
 from common.messages import SequenceTokens, Usage
 from decoder_svc.engine import Engine
+from decoder_svc.sampler import SampledToken
+from decoder_svc.sequence import Sequence
 from tests.decoder_svc.engines import Driver, LateDelivery, World, driver, make_engine, request_of, solo
 from tests.decoder_svc.requests import PAD_ID, generate_request, greedy, key_of, picture
 
@@ -33,19 +35,69 @@ class FailingModel(torch.nn.Module):
         return result
 
 
-def test_a_step_that_raises_ends_its_sequences_alone_and_the_engine_lives(world: World) -> None:
+def test_a_step_that_raises_ends_the_guilty_request_alone(world: World) -> None:
     engine = make_engine(FailingModel(world.pair.model, 99))  # type: ignore[arg-type]
     run = Driver(engine, world.embeddings.__getitem__)
-    run.add(request_of(world, TEXT, request_id="before", sampling=greedy(4)))
+    mates = [
+        request_of(world, MORE, request_id="text"),
+        request_of(world, TEXT, 0, MORE, request_id="picture", sampling=greedy(6, n=2, temperature=1.0)),
+        request_of(world, TEXT, request_id="late"),
+    ]
+    run.add(mates[0])
+    for _ in range(3):
+        run.step()
+    run.add(mates[1], request_of(world, [99], request_id="bad", sampling=greedy(4, n=3)), mates[2])
     run.run()
-    run.add(request_of(world, [99], request_id="bad", sampling=greedy(4)), request_of(world, MORE, request_id="mate"))
+    assert [run.ends["bad", choice].error.code for choice in range(3)] == ["model_failure"] * 3  # type: ignore[union-attr]
+    for mate in mates:
+        assert [run.outputs[mate.request_id, choice] for choice in range(mate.sampling.n)] == solo(world, mate)
+        assert run.ends[mate.request_id, 0].finish_reason == "length"
+
+
+def test_a_sampler_that_raises_leaves_the_others_as_they_were(world: World) -> None:
+    run = driver(world)
+    sample = run.engine._sampler.sample
+
+    def failing(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        if any(sequence.request_id == "bad" for sequence in sequences):
+            raise RuntimeError("an index out of range, say")
+        return sample(logits, sequences)
+
+    run.engine._sampler.sample = failing  # type: ignore[method-assign,assignment]
+    good = request_of(world, TEXT, 0, MORE, request_id="good")
+    run.add(good, request_of(world, MORE, request_id="bad"))
     run.run()
-    for name in ("bad", "mate"):
-        assert run.ends[name, 0].error is not None
-        assert run.ends[name, 0].error.code == "model_failure"  # type: ignore[union-attr]
-    run.add(request_of(world, TEXT, request_id="after", sampling=greedy(4)))
+    assert run.ends["bad", 0].error.code == "model_failure"  # type: ignore[union-attr]
+    assert run.outputs["good", 0] == solo(world, good)[0]
+
+
+def test_a_request_that_gives_a_held_item_other_rows_is_refused_alone(world: World) -> None:
+    run = driver(world, embedding_cache_bytes=1 << 20)
+    good = request_of(world, TEXT, 0, MORE, request_id="good")
+    run.add(good)
+    run.step()
+    run.step()
+    run.add(generate_request([PAD_ID] * 20, media=[picture(0, 0, (1, 4, 8))], request_id="bad"))
+    assert "8 tokens in the prompt, but 4 rows" in run.ends["bad", 0].error.message  # type: ignore[union-attr]
     run.run()
-    assert run.outputs["after", 0] == run.outputs["before", 0]
+    assert run.outputs["good", 0] == solo(world, good)[0]
+
+
+def test_a_request_that_waits_for_an_item_with_other_rows_fails_alone_when_it_comes(world: World) -> None:
+    run = driver(world)
+    good = request_of(world, TEXT, 0, MORE, request_id="good")
+    bad = generate_request([PAD_ID] * 20, media=[picture(0, 0, (1, 4, 8))], request_id="bad", sampling=greedy(4, n=2))
+    run.add(bad, good)
+    run.run()
+    assert [run.ends["bad", choice].error.code for choice in range(2)] == ["invalid_request"] * 2  # type: ignore[union-attr]
+    assert run.outputs["good", 0] == solo(world, good)[0]
+
+
+def test_one_item_twice_with_different_rows_is_refused(world: World) -> None:
+    run = driver(world)
+    run.add(generate_request([PAD_ID] * 20, media=[picture(0, 0), picture(0, 6, (1, 4, 8))]))
+    assert "twice, with different numbers of tokens" in run.ends["r", 0].error.message  # type: ignore[union-attr]
+    run.check_idle()
 
 
 def test_an_embedding_that_is_not_finite_ends_its_request_alone(world: World) -> None:

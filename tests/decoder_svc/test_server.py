@@ -1,12 +1,14 @@
 """The decoder's server over real sockets, with a tiny model and the test as the gateway."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import pytest
 import zmq.asyncio
 
 from common.embedding import ExpectedEmbedding, checksum
@@ -16,6 +18,7 @@ from common.messages import (
     Cancel,
     EmbeddingHeader,
     EncodeReply,
+    FetchCredit,
     GenerateRequest,
     Hello,
     LoadReport,
@@ -28,6 +31,7 @@ from common.messages import (
 )
 from common.tensors import payload_of
 from common.transport import Dealer, Router
+from decoder_svc import server
 from decoder_svc.embedding_inbox import EmbeddingInbox
 from decoder_svc.server import DecoderServer
 from tests.decoder_svc.engines import World, make_engine
@@ -142,13 +146,13 @@ async def serving(world: World, **limits: int) -> AsyncIterator[Served]:
     router = Router(context, "tcp://127.0.0.1:0", name="control")
     encoders = FakeEncoders(world)
     engine = make_engine(world.pair.model, **limits)
-    server = DecoderServer(router, encoders, engine, DECODER)  # type: ignore[arg-type]
-    server.inbox = EmbeddingInbox(
-        encoders, None, server, width=192, levels=3, itemsize=4, max_bytes=1 << 20, is_held=engine.pool.__contains__
+    decoder = DecoderServer(router, encoders, engine, DECODER)  # type: ignore[arg-type]
+    decoder.inbox = EmbeddingInbox(
+        encoders, None, decoder, width=192, levels=3, itemsize=4, max_bytes=1 << 20, is_held=engine.pool.__contains__
     )
-    task = asyncio.create_task(server.run())
+    task = asyncio.create_task(decoder.run())
     try:
-        yield Served(server, context, router.endpoint)
+        yield Served(decoder, context, router.endpoint)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -330,3 +334,59 @@ async def test_gateways_are_told_of_the_load(world: World) -> None:
         gateway = await served.gateway()
         report = await gateway.next(LoadReport)
         assert (report.instance_id, report.kv_total_tokens) == ("decoder-1", 256)
+
+
+async def test_a_gateway_that_was_silent_over_an_unbroken_connection_is_told_what_was_dropped(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GATEWAY_LIVENESS_S", 0.3)
+    monkeypatch.setattr(server, "REPORT_EVERY_S", 0.05)
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(picture_request(world, sampling=greedy(4, n=2), attempt=3))
+        end = await gateway.end_of("r")
+        assert (end.finish_reason, end.attempt, end.error) == ("cancelled", 3, None)
+        await served.until_idle()
+        gateway.send(generate_request(TEXT, attempt=4))
+        assert (await gateway.end_of("r")).finish_reason == "length"
+
+
+async def test_what_a_gateway_could_not_be_told_it_hears_with_its_next_hello(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(picture_request(world))
+        await gateway.next(MediaNeeded)
+        [peer] = served.server._gateways
+        with monkeypatch.context() as full:
+            full.setattr(served.server._control, "try_send", lambda peer, message: False)
+            served.server._lose_gateway(peer, "it does not read what it is sent")
+        gateway.send(GATEWAY)
+        assert (await gateway.end_of("r")).finish_reason == "cancelled"
+        assert not served.server._untold
+
+
+async def test_a_decoder_that_stood_still_itself_drops_no_gateway(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GATEWAY_LIVENESS_S", 0.4)
+    monkeypatch.setattr(server, "REPORT_EVERY_S", 0.05)
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(picture_request(world))
+        needed = await gateway.next(MediaNeeded)
+        threading.Event().wait(1.0)  # the loop of both
+        await gateway.next(LoadReport)
+        for key in needed.keys:
+            gateway.send(MediaAt(request_id="r", key=key, source="enc"))
+        assert (await gateway.end_of("r")).finish_reason == "length"
+
+
+async def test_a_refusal_names_the_request_of_the_refused_message(world: World) -> None:
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(EncodeReply(request_id="r7", key=key_of(1)))
+        assert (await gateway.next(Refused)).request_id == "r7"
+        gateway.send(FetchCredit(fetch_id="f", chunks=1))
+        assert (await gateway.next(Refused)).request_id is None

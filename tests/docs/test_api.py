@@ -58,5 +58,7 @@ def test_the_numbers_are_the_code_s() -> None:
     assert f"at most {http.stream_open_s:g} s" in PAGE
     assert f"every {http.keep_alive_s:g} s" in PAGE
     assert f"1 to {openai_schema.MAX_CHOICES} choices" in PAGE
+    assert f"1 to {openai_schema.MAX_MESSAGES:,}, with up to {openai_schema.MAX_PARTS:,} parts each" in PAGE
+    assert f"{openai_schema.MAX_PARTS_IN_ALL:,} in all" in PAGE
     assert f"up to {openai_schema.MAX_STOPS} of up to {openai_schema.MAX_STOP_CHARACTERS:,} characters" in PAGE
     assert f"up to {openai_schema.MAX_TOP_LOGPROBS} alternatives" in PAGE

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from common.errors import PeerUnreachable
-from common.messages import Cancel, GenerateRequest, LoadReport, MediaNeeded, SamplingParams, SequenceTokens
+from common.errors import PeerUnreachable, ProtocolError
+from common.messages import Cancel, GenerateRequest, LoadReport, MediaNeeded, Refused, SamplingParams, SequenceTokens
+from common.wire import error_detail
 from gateway_svc.decoder_pool import DecoderEvent, DecoderLost
 from tests.gateway_svc.fake_services import FakeFleet, fake_fleet
 
@@ -99,3 +100,39 @@ async def test_a_change_of_a_decoder_wakes_those_who_wait_for_one() -> None:
         async with asyncio.timeout(5):
             await changed.wait()
         assert world.fleet.decoders.ready == []
+
+
+async def test_a_refused_message_fails_its_run_at_once_and_no_other() -> None:
+    async with fake_fleet(num_decoders=2) as world:
+        pool = world.fleet.decoders
+        told: list[list[DecoderEvent]] = [[], []]
+        for index in range(2):
+            pool.begin(pool.links[0], request_of(f"r{index}", attempt=index), told[index].append)
+        await world.decoders[0].request(2)
+        error = error_detail(ProtocolError("a field is out of bounds"))
+        world.decoders[1].say(Refused(error=error, request_id="r0"))
+        world.decoders[0].say(Refused(error=error))
+        world.decoders[0].say(Refused(error=error, request_id="unknown"))
+        world.decoders[0].say(Refused(error=error, request_id="r1"))
+        await world.until(lambda: told[1])
+        [end] = told[1]
+        assert isinstance(end, SequenceTokens)
+        assert (end.attempt, end.finish_reason, end.error) == (1, "error", error)
+        assert told[0] == []
+
+
+async def test_a_run_that_ends_while_its_decoder_is_away_is_cancelled_when_it_is_back() -> None:
+    async with fake_fleet() as world:
+        pool = world.fleet.decoders
+        run = pool.begin(pool.links[0], request_of("r"), lambda event: None)
+        await world.decoders[0].request()
+        pool.links[0]._go_down("silence, say")
+        pool.end(run, is_finished=False)
+        await world.until(lambda: pool.ready)
+        pool.begin(pool.links[0], request_of("r", attempt=1), lambda event: None)
+        await world.decoders[0].request(2)
+        assert [type(message) for message in world.decoders[0].mailbox.messages] == [
+            GenerateRequest,
+            Cancel,
+            GenerateRequest,
+        ]

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.errors import EncoderUnavailable, Overloaded, UnsupportedMedia
-from common.messages import Cancel, EncodeReply, EncodeRequest, Release
+from common.errors import EncoderUnavailable, Overloaded, ProtocolError, UnsupportedMedia
+from common.messages import Cancel, EncodeReply, EncodeRequest, Refused, Release
+from common.wire import error_detail
 from gateway_svc.encoder_pool import EncoderPool
 from tests.common.sockets import background, eventually, zmq_context
 from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder, fake_encoders, pool_of
@@ -174,3 +175,35 @@ async def test_an_encoder_that_returns_is_used_again_without_a_restart_of_anythi
             async with background(second.run()):
                 await eventually(lambda: list(pool.ready()) == ["e9"])
                 await call(pool, second, request())
+
+
+async def test_a_refused_message_fails_the_calls_of_its_request_at_once_and_no_other() -> None:
+    async with running(2) as (pool, encoders):
+        for encoder in encoders:
+            encoder.is_deaf = True
+        refused = call(pool, encoders[0], request(1, "r1"))
+        others = [call(pool, encoders[0], request(1, "r2")), call(pool, encoders[1], request(1, "r1"))]
+        await eventually(lambda: len(encoders[0].requests) == 2 and encoders[1].requests)
+        peer = encoders[0].asked_by[0]
+        error = error_detail(ProtocolError("an encoder does not accept this"))
+        encoders[0].data.send(peer, Refused(error=error))
+        encoders[0].data.send(peer, Refused(error=error, request_id="r1"))
+        with pytest.raises(ProtocolError, match="does not accept this"):
+            await refused
+        assert not any(other.done() for other in others)
+        for index in range(2):
+            encoders[0].reply(index)
+        encoders[1].reply(0)
+        await asyncio.gather(*others)
+
+
+async def test_leases_and_calls_that_end_while_an_encoder_is_away_end_there_when_it_is_back() -> None:
+    async with running() as (pool, [encoder]):
+        encoder.is_deaf = True
+        peer = pool.ready()["e0"]
+        cancelled = call(pool, encoder, request(1, "r2"))
+        await eventually(lambda: encoder.requests)
+        peer.control._go_down("silence, say")
+        pool.release("r1", [peer])
+        cancelled.cancel()
+        await eventually(lambda: encoder.controls == [Release(request_id="r1"), Cancel(request_id="r2")])

@@ -26,11 +26,13 @@ from common.messages import (
     MediaItem,
     MediaOptions,
     PromptSpan,
+    Refused,
     Release,
     SamplingParams,
     SequenceTokens,
     TokenLogprobs,
 )
+from common.wire import error_detail
 from gateway_svc.backend import MediaReport
 from gateway_svc.media import LoadedMedia
 from tests.gateway_svc.fake_services import FINGERPRINT, FakeFleet, fake_fleet
@@ -162,6 +164,29 @@ async def test_late_tokens_of_an_older_attempt_are_dropped_and_it_is_cancelled()
         second.give(resumed, 1, [2], finish_reason="length")
         await story.ended()
         assert story.tokens == {0: [1, 2]}
+
+
+async def test_a_request_that_its_only_decoder_has_dropped_goes_on_there() -> None:
+    async with fake_fleet() as world:
+        story = Story(world, request_of())
+        decoder, request = await world.asked()
+        decoder.give(request, 0, [1, 2])
+        await story.has(2)
+        decoder.give(request, 0, [], finish_reason="cancelled")
+        again = await decoder.request(2)
+        assert (again.attempt, again.outputs) == (request.attempt + 1, [[1, 2]])
+        decoder.give(again, 2, [3], finish_reason="length")
+        await story.ended()
+        assert story.tokens == {0: [1, 2, 3]}
+
+
+async def test_a_request_that_a_decoder_refuses_as_malformed_fails_at_once() -> None:
+    async with fake_fleet() as world:
+        story = Story(world, request_of())
+        decoder, request = await world.asked()
+        error = ProtocolError("the header is not a valid message")
+        decoder.say(Refused(error=error_detail(error), request_id=request.request_id))
+        assert str(await story.error()) == error.message
 
 
 async def test_choices_that_had_ended_before_a_decoder_was_lost_stay_as_they_are() -> None:

@@ -1,18 +1,24 @@
 """Fetching from strangers' URLs: nothing private is contacted, and nothing takes longer or more than allowed."""
 
+import asyncio
 import ipaddress
 import json
+import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge
-from gateway_svc.media_fetch import Address, FetchLimits, MediaFetcher, is_public, parse_media_url
+from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge, Overloaded
+from gateway_svc.media_fetch import Address, FetchLimits, MediaFetcher, NameLookup, is_public, parse_media_url
+from tests.common.sockets import eventually
 from tests.gateway_svc.fake_backend import harness
 from tests.gateway_svc.media_host import BODY, media_host
 from tests.paths import SHARED, needs_shared
 
+PARAM = "messages[0].content[0]"
 OPEN = FetchLimits(total_s=0.5, private_hosts=frozenset({"*"}))
 
 
@@ -157,6 +163,73 @@ def test_public_addresses_are_told_from_others(address: str, expected: bool) -> 
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):
         parse_media_url(url, "p")
+
+
+class SlowDns:
+    """A resolver that blocks its thread until it may go on, except for names of loopback."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.asked: list[str] = []
+
+    def getaddrinfo(self, host: str, port: int, **kwargs: Any) -> Any:
+        self.asked.append(host)
+        if host != "localhost" and not self.go_on.wait(30):
+            raise TimeoutError
+        return socket.getaddrinfo("127.0.0.1", port, **kwargs)
+
+
+@pytest.fixture
+def dns() -> Iterator[SlowDns]:
+    slow = SlowDns()
+    yield slow
+    slow.go_on.set()
+
+
+async def test_names_that_are_looked_up_slowly_keep_no_other_request_waiting(dns: SlowDns) -> None:
+    lookup = NameLookup(max_threads=2, wait_s=0.5, getaddrinfo=dns.getaddrinfo)
+    fetcher = MediaFetcher(FetchLimits(total_s=0.5, private_hosts=frozenset({"*"})), resolver=lookup)
+    setup = harness(fetcher=fetcher)
+    part = {"type": "image_url", "image_url": {"url": "http://slow.test/a.png"}}
+    slow = [asyncio.create_task(setup.chat(messages=[{"role": "user", "content": [part] * 12}])) for _ in range(4)]
+    await eventually(lambda: len(dns.asked) == 2)
+    image = "data:image/png;base64," + "A" * 100_000
+    for content in ("hi", [{"type": "image_url", "image_url": {"url": image}}]):
+        quick = setup.chat(messages=[{"role": "user", "content": content}])
+        assert (await asyncio.wait_for(quick, 0.4)).status_code in (200, 400)
+    assert not any(task.done() for task in slow)
+    assert {response.status_code for response in await asyncio.gather(*slow)} <= {400, 503}
+    assert len(dns.asked) == 2
+    lookup.close()
+    await fetcher.aclose()
+
+
+async def test_a_busy_thread_of_a_lookup_counts_until_it_comes_back(dns: SlowDns) -> None:
+    lookup = NameLookup(max_threads=1, wait_s=0.05, getaddrinfo=dns.getaddrinfo)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(lookup("slow.test", 80), 0.05)
+    with pytest.raises(Overloaded, match="all 1 look-ups"):
+        await lookup("localhost", 80)
+    assert await lookup("127.0.0.1", 80) == [ipaddress.ip_address("127.0.0.1")]
+    dns.go_on.set()
+    assert await NameLookup(getaddrinfo=dns.getaddrinfo)("localhost", 80) == [ipaddress.ip_address("127.0.0.1")]
+    assert dns.asked == ["slow.test", "localhost"]
+    lookup.close()
+
+
+async def test_fetches_of_all_requests_together_are_bounded() -> None:
+    async with media_host() as host:
+        limits = FetchLimits(total_s=0.3, max_concurrent=2, private_hosts=frozenset({"*"}))
+        fetcher = MediaFetcher(limits)
+        slow = [asyncio.create_task(fetcher.fetch(host.url("/drip"), 1 << 20, PARAM)) for _ in range(2)]
+        late = asyncio.create_task(fetcher.fetch(host.url("/ok"), 1 << 20, PARAM))
+        await eventually(lambda: len(host.requests) == 2)
+        assert not late.done()
+        results = await asyncio.gather(*slow, late, return_exceptions=True)
+        assert [type(result) for result in results[:2]] == [MediaFetchFailed] * 2
+        assert results[2] == BODY or isinstance(results[2], Overloaded)
+        assert await fetcher.fetch(host.url("/ok"), 1 << 20, PARAM) == BODY
+        await fetcher.aclose()
 
 
 @needs_shared

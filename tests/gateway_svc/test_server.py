@@ -192,3 +192,16 @@ async def test_a_client_that_sends_a_refused_body_to_its_end_sees_the_refusal(is
     ):
         response = await client.post("/v1/chat/completions", content=body(), headers=headers)
     assert response.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n5\r\n{"], ids=["body", "chunk"]
+)
+async def test_half_a_body_is_answered_and_the_connection_closed(framing: bytes) -> None:
+    async with running(harness(limits=HttpLimits(body_idle_s=0.05))) as (url, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + framing)
+        answer = await asyncio.wait_for(reader.read(), 2)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"body_timeout" in answer
+        writer.close()

@@ -83,6 +83,17 @@ async def test_a_client_that_left_cancels_and_the_producer_cleans_up() -> None:
     assert producer.is_closed
 
 
+async def test_a_client_that_stops_reading_is_given_up_and_the_producer_cleans_up() -> None:
+    producer = Producer(2 * MAX_PENDING)
+    puller = Puller(producer.items(), never, stall_s=0.05)
+    await asyncio.wait({puller._producer}, timeout=5)
+    assert producer.is_closed
+    assert len(await puller.pull(1)) == MAX_PENDING == producer.num_made
+    with pytest.raises(Cancelled, match=r"read nothing of its stream for 0\.05 s"):
+        await puller.pull(1)
+    await puller.aclose()
+
+
 async def test_closing_before_the_first_item_runs_nothing_further() -> None:
     producer = Producer(1)
     await Puller(producer.items(), never).aclose()
