@@ -24,7 +24,7 @@ DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 ENVIRONMENT_PREFIX = "TANDEM_"
 Port = Annotated[int, Parameter(validator=Number(gte=1, lte=65_535))]
 DEFAULT_FILE = "tandem.toml"
-REDIS_ENVIRONMENT = Parameter(env_var="REDIS_URL")  # beside TANDEM_REDIS, which every setting has
+REDIS_ENVIRONMENT = Parameter(env_var=("TANDEM_REDIS", "REDIS_URL"))  # what other software calls it works too
 
 
 @dataclass(frozen=True, kw_only=True)
