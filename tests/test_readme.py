@@ -43,6 +43,15 @@ def blocks() -> list[Block]:
     return [Block(m[1], m[2]) for m in re.finditer(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def outside_of_make() -> Iterator[None]:
+    """As a reader who types the commands: `make test`, which may run this, would change what a nested make prints."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 def runnable() -> list[Block]:
     return [
         block
