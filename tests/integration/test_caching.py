@@ -60,8 +60,9 @@ async def test_a_repeated_picture_does_no_vision_work_wherever_it_arrives(stack:
     assert (details["encoded_media_tokens"], details["cached_media_tokens"]) == (0, 30)
     assert await work_done(stack) == done
     assert "image:encoded" in stack.log("gateway-0")
-    assert "image:decoder" in stack.log("gateway-1")
-    assert "image:cache" in stack.log("gateway-1")
+    # Which of the two decoders took which request is a matter of load, so either may have had the picture or not.
+    assert "image:decoder" in stack.log("gateway-1") or "image:cache" in stack.log("gateway-1")
+    assert "image:encoded" not in stack.log("gateway-1")
 
 
 async def test_cached_pictures_and_text_are_answered_with_every_encoder_killed(stack: Stack) -> None:
