@@ -1,6 +1,7 @@
 """How every service is configured: one frozen settings object, filled once from four sources with one precedence.
 
-Command line, then environment (`TANDEM_...`), then a TOML file (`--config`, or `TANDEM_CONFIG`), then the defaults.
+Command line, then environment (`TANDEM_...`), then a TOML file (`--config`, or `TANDEM_CONFIG`; the command's own table
+before what stands above all tables), then the defaults.
 A service's `config.py` extends `CommonSettings`; its `__main__.py` hands `command_line` a function that takes the
 settings. Nothing else reads the environment.
 """
@@ -92,7 +93,7 @@ def command_line(name: str, run: Callable[..., None], *, epilogue: str = "") -> 
         config: Annotated[Path | None, Parameter(help="TOML file with settings, below flags and environment.")] = None,
     ) -> None:
         try:
-            app.config = [_environment(), _file(config)]
+            app.config = [_environment(), *_file(config, name)]
             app(tokens)
         except ConfigError as error:
             print(f"tandem {name}: {error}", file=sys.stderr)
@@ -116,14 +117,18 @@ def _environment() -> cyclopts.config.Env:
     return cyclopts.config.Env(ENVIRONMENT_PREFIX, command=False)
 
 
-def _file(given: Path | None) -> cyclopts.config.Toml:
+def _file(given: Path | None, name: str) -> list[cyclopts.config.Toml]:
+    """The file's table for this command, then what stands above all tables; a file may serve every command."""
     path = given or Path(DEFAULT_FILE)
     if given is not None or path.exists():
         try:
             tomllib.loads(path.read_text())
         except (OSError, ValueError) as exc:
             raise ConfigError(f"the settings file {path} cannot be read: {exc}") from exc
-    return cyclopts.config.Toml(path, must_exist=False, use_commands_as_keys=False, allow_unknown=True)
+    return [
+        cyclopts.config.Toml(path, root_keys=keys, must_exist=False, use_commands_as_keys=False, allow_unknown=True)
+        for keys in ((name,), ())
+    ]
 
 
 def _leaves(group: BaseExceptionGroup[TandemError]) -> Iterator[TandemError]:

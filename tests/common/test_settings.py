@@ -81,6 +81,18 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
 
 
 @every_command
+def test_a_command_s_own_table_of_the_file_beats_what_stands_above_all_tables(name: str) -> None:
+    others = "".join(f'[{other}]\nlog_level = "error"\n' for other in SETTINGS if other != name)
+    Path("tandem.toml").write_text(
+        f'log_level = "debug"\nredis = "redis://file"\n[{name}]\nlog_level = "warning"\n{others}'
+    )
+    settings = parse(name, ["--model", "m"])
+    assert (settings.log_level, settings.redis) == ("warning", "redis://file")
+    Path("tandem.toml").write_text(f'log_level = "debug"\n{others}')
+    assert parse(name, ["--model", "m"]).log_level == "debug"
+
+
+@every_command
 def test_redis_url_is_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(name, ["--model", "m"]).redis is None
     monkeypatch.setenv("REDIS_URL", "redis://common")

@@ -88,8 +88,11 @@ def test_every_test_that_the_gpu_page_names_exists_and_nothing_is_claimed_withou
 def test_the_settings_file_that_is_shown_holds_settings() -> None:
     block = re.search(r"```toml\n(.*?)```", (DOCS / "operations.md").read_text(), re.DOTALL)
     assert block is not None
-    keys = {key.replace("-", "_") for key in tomllib.loads(block[1])}
-    assert keys <= {field.name for field in dataclasses.fields(GatewaySettings)}
+    shown = tomllib.loads(block[1])
+    own = shown.pop("up")
+    for settings, given in ((GatewaySettings, shown), (UpSettings, own)):
+        assert given
+        assert {key.replace("-", "_") for key in given} <= {field.name for field in dataclasses.fields(settings)}
 
 
 def test_decisions_are_numbered_without_a_gap_and_all_in_the_index() -> None:
