@@ -16,7 +16,15 @@ from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
 
 from demo.clips import Clip, ask_clip, draw_clip, paint_clip
-from demo.conversations import as_typed, branch_text, picture_prefix, picture_turns, talk_turn
+from demo.conversations import (
+    WHICH_ANSWERS,
+    WHICH_SHARE,
+    as_typed,
+    branch_text,
+    picture_prefix,
+    picture_turns,
+    talk_turn,
+)
 from demo.questions import KIND_WEIGHTS, MIN_OFFSET, NOTHING, Question, offsets
 from demo.scenes import COLOURS, REGIONS, SHAPES, Scene, Shape, draw_scene, picture_of, polygon_of, region_of
 
@@ -42,6 +50,7 @@ class Row:
 
     ids: list[int] = field(default_factory=list)
     vision_rows: list[int] = field(default_factory=list)  # flat tower row of each prefix token, or -1
+    pictures: list[int] = field(default_factory=list)  # of each prefix token, where there are two, or IGNORED
     positions: list[tuple[int, int, int]] = field(default_factory=list)
     next_position: int = 0
     slots: list[list["Branch"]] = field(default_factory=list)
@@ -51,15 +60,18 @@ class Row:
         for token in ids:
             self.ids.append(token)
             self.vision_rows.append(-1)
+            self.pictures.append(IGNORED)
             self.positions.append((self.next_position,) * 3)
             self.next_position += 1
 
-    def add_vision(self, pad_id: int, first_row: int, rows: int, columns: int) -> None:
+    def add_vision(self, pad_id: int, picture: int, first_row: int, rows: int, columns: int) -> None:
         start = self.next_position
         self.starts.append(len(self.ids))
+        self.pictures[-1] = picture  # the mark before it, where what fits nothing is looked for
         for index in range(rows * columns):
             self.ids.append(pad_id)
             self.vision_rows.append(first_row + index)
+            self.pictures.append(picture)
             self.positions.append((start, start + index // columns, start + index % columns))
         self.next_position = start + max(rows, columns)
 
@@ -201,6 +213,7 @@ class BatchMaker:
         sinks: bool = True,
         weights: Mapping[str, float] = KIND_WEIGHTS,
         lists: bool = True,
+        which: float = WHICH_SHARE,
     ) -> dict[str, torch.Tensor]:
         """kind: one, two (pictures), video or dense (no text). Deterministic by (seed, step, rank)."""
         rng = random.Random(f"{self.seed}/{step}/{rank}")
@@ -216,7 +229,7 @@ class BatchMaker:
         if kind == "dense":
             return batch
         stride = batch["patches"].shape[1] // 4
-        made = [self.text_row(rng, media, vision, stride, weights, lists) for media in drawn]
+        made = [self.text_row(rng, media, vision, stride, weights, lists, which) for media in drawn]
         if kind == "one":
             made.append(self.talk_row(rng))
         batch |= pad_rows(made)
@@ -225,17 +238,23 @@ class BatchMaker:
     def focus(
         self, rows: list[Row], drawn: list[Media], vision: Vision, prefix: int, sinks: bool
     ) -> dict[str, torch.Tensor]:
-        """focus_at int64 [Q, 3] (row, slot, place), focus_on bool [Q, 2, S] and sides int64 [Q, 2]."""
-        at, on, sides = [], [], []
+        """focus_at int64 [Q, 3] (row, slot, place), focus_on bool [Q, 2, S]; int64 sides [Q, 2], told, found [Q].
+
+        `told` is the picture that a question names, `found` the one that it is about, where there are two.
+        """
+        at, on, sides, told, found = [], [], [], [], []
         for index, (row, media) in enumerate(zip(rows, drawn, strict=False)):
-            for slot, place, mask, side in focus_masks(row, media, vision, prefix, sinks):
+            for slot, place, mask, question in focus_masks(row, media, vision, prefix, sinks):
                 at.append((index, slot, place))
                 on.append(mask)
-                sides.append(side)
+                sides.append(sides_of(question, media))
+                found.append(question.picture if len(media.scenes) == 2 else IGNORED)
+                told.append(IGNORED if question.answer in WHICH_ANSWERS else found[-1])
         masks = np.stack(on) if on else np.zeros((0, 2, prefix), np.bool_)
         places = torch.tensor(at, dtype=torch.int64).view(-1, 3)
         labels = torch.tensor(sides, dtype=torch.int64).view(-1, 2)
-        return {"focus_at": places, "focus_on": torch.from_numpy(masks), "sides": labels}
+        pictures = {"told": torch.tensor(told, dtype=torch.int64), "found": torch.tensor(found, dtype=torch.int64)}
+        return {"focus_at": places, "focus_on": torch.from_numpy(masks), "sides": labels} | pictures
 
     def draw_image_row(
         self, rng: random.Random, kind: str, area: tuple[float, float], counts: tuple[float, ...]
@@ -265,23 +284,31 @@ class BatchMaker:
         return Media(entries, clip=clip, stamps=stamps)
 
     def text_row(
-        self, rng: random.Random, media: Media, vision: Vision, stride: int, weights: Mapping[str, float], lists: bool
+        self,
+        rng: random.Random,
+        media: Media,
+        vision: Vision,
+        stride: int,
+        weights: Mapping[str, float],
+        lists: bool,
+        which: float,
     ) -> Row:
         """The prefix with its vision runs, then as many branches as fit."""
         clip, scenes, asked_first = media.clip, media.scenes, ""
         if clip is None and rng.random() < 0.05:
-            questions = picture_turns(rng, scenes, weights)
+            questions = picture_turns(rng, scenes, weights, which)
             asked_first = questions[0].text
         prefix = picture_prefix(rng, len(scenes), media.stamps, asked_first)
         row, pad = Row(), self.image_pad if clip is None else self.video_pad
-        for piece, index in zip(prefix.split("<PAD>"), [*media.index, -1], strict=True):
+        for number, (piece, index) in enumerate(zip(prefix.split("<PAD>"), [*media.index, -1], strict=True)):
             row.add_text(self.encode(piece))
             if index >= 0:
-                row.add_vision(pad, index * stride, *vision.grids[index])
+                picture = number if len(scenes) == 2 else IGNORED
+                row.add_vision(pad, picture, index * stride, *vision.grids[index])
         if asked_first:
             self.fill(row, lambda: questions[:1], lists, is_asked=True)
         elif clip is None:
-            self.fill(row, lambda: picture_turns(rng, scenes, weights), lists)
+            self.fill(row, lambda: picture_turns(rng, scenes, weights, which), lists)
         else:
             self.fill(row, lambda: [as_typed(rng, ask_clip(clip, rng))], lists)
         return row
@@ -337,8 +364,8 @@ class BatchMaker:
 
 def focus_masks(
     row: Row, media: Media, vision: Vision, prefix: int, sinks: bool
-) -> list[tuple[int, int, np.ndarray, tuple[int, int]]]:
-    """(slot, place, bool [2, prefix], sides) of each answer about known shapes: the vision tokens of its two names.
+) -> list[tuple[int, int, np.ndarray, Question]]:
+    """(slot, place, bool [2, prefix], question) of each answer about known shapes: the vision tokens of its two names.
 
     A video's first name is looked for in its first pair of frames, the second in its last. With `sinks` a name counts
     as a whole, and one that fits nothing is looked for at the mark before the picture.
@@ -357,7 +384,7 @@ def focus_masks(
                     mask[side, start : start + len(owner)] = np.isin(owner, indices)
                     mask[side, start - 1] = NOTHING in indices
                 if mask.any():
-                    found.append((number, base + place, mask, sides_of(question, media)))
+                    found.append((number, base + place, mask, question))
             base += len(branch.ids)
     return found
 
@@ -374,18 +401,20 @@ def sides_of(question: Question, media: Media) -> tuple[int, int]:
 
 
 def pad_rows(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """Right-padded tensors: prefix [B, S]; slots [B, K, L] with their segments (0 is padding).
+    """Right-padded tensors: the prefix [B, S], the slots [B, K, L] and what belongs to the tokens of each.
 
-    Position ids are [3, B, S + K * L].
+    Segment 0 is padding. Position ids are [3, B, S + K * L].
     """
     count, prefix, length = len(rows), max(len(r.ids) for r in rows), SLOT_LENGTH
     prefix_ids, vision_rows = np.zeros((count, prefix), np.int64), np.full((count, prefix), -1, np.int64)
+    pictures = np.full((count, prefix), IGNORED, np.int64)
     positions = np.zeros((count, prefix + SLOTS * length, 3), np.int64)
     slot_ids, segments = np.zeros((2, count, SLOTS, length), np.int64)
     labels = np.full((count, SLOTS, length), IGNORED, np.int64)
     for index, row in enumerate(rows):
         size = len(row.ids)
         prefix_ids[index, :size], vision_rows[index, :size] = row.ids, row.vision_rows
+        pictures[index, :size] = row.pictures
         positions[index, :size] = row.positions
         for number, slot in enumerate(row.slots):
             start = 0
@@ -400,6 +429,7 @@ def pad_rows(rows: list[Row]) -> dict[str, torch.Tensor]:
     arrays = {
         "prefix_ids": prefix_ids,
         "vision_rows": vision_rows,
+        "pictures": pictures,
         "slot_ids": slot_ids,
         "labels": labels,
         "segments": segments,

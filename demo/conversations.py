@@ -55,6 +55,10 @@ WHICH = (
 )
 
 
+WHICH_ANSWERS = ("The first.", "The second.")
+WHICH_SHARE = 0.12  # of the questions about two pictures
+
+
 def picture_prefix(rng: random.Random, pictures: int, stamps: list[float], asked_first: str = "") -> str:
     """The user turn up to where a question starts; a text asked first stands before its pictures."""
     text = ""
@@ -108,16 +112,19 @@ def ordinal(rng: random.Random, index: int) -> str:
 
 
 def two_picture_question(
-    rng: random.Random, scenes: list[Scene], weights: Mapping[str, float] = KIND_WEIGHTS
+    rng: random.Random,
+    scenes: list[Scene],
+    weights: Mapping[str, float] = KIND_WEIGHTS,
+    which: float = WHICH_SHARE,
 ) -> Question:
-    """A question about one of two pictures, or which of them has something."""
+    """A question about one of two pictures, or (a share of `which`) which of them has something."""
     index, style = rng.randrange(2), rng.random()
-    if style < 0.12:
+    if style < which:
         shape = rng.choice(scenes[index].shapes)
         if all((s.kind, s.colour) != (shape.kind, shape.colour) for s in scenes[1 - index].shapes):
             article = "an" if shape.colour == "orange" else "a"
             text = rng.choice(WHICH).format(a=f"{article} {shape.colour} {shape.kind}")
-            return Question("two", text, ("The first.", "The second.")[index], both(scenes[index], shape), index)
+            return Question("two", text, WHICH_ANSWERS[index], both(scenes[index], shape), index)
     question = ask(scenes[index], rng, weights=weights)
     named = ordinal(rng, index)
     if question.kind == "list":
@@ -127,18 +134,20 @@ def two_picture_question(
     for phrase in (" in the picture", " in this picture", " here"):
         body = body.replace(phrase, "")
     if "picture" in body or ". " in body:
-        return two_picture_question(rng, scenes, weights)
+        return two_picture_question(rng, scenes, weights, which)
     before, after = rng.choice(WRAPS)
     mark = body[-1] if body[-1] in "?." else ""
     text = before.format(o=named, n=index + 1) + body.rstrip("?.") + after.format(o=named, n=index + 1) + mark
     return replace(question, kind="two", text=text, picture=index)
 
 
-def picture_turns(rng: random.Random, scenes: list[Scene], weights: Mapping[str, float]) -> list[Question]:
+def picture_turns(
+    rng: random.Random, scenes: list[Scene], weights: Mapping[str, float], which: float
+) -> list[Question]:
     """A branch about one picture or two: a first question, one time in ten with a second turn."""
     turns = 1 if rng.random() < 0.9 else 2
     if len(scenes) == 2:
-        return [as_typed(rng, two_picture_question(rng, scenes, weights)) for _ in range(turns)]
+        return [as_typed(rng, two_picture_question(rng, scenes, weights, which)) for _ in range(turns)]
     return [as_typed(rng, ask(scenes[0], rng, weights=weights)) for _ in range(turns)]
 
 

@@ -6,6 +6,7 @@ the activations. Legend: P pictures (or pairs of frames),
 N patches, V merged tokens, B rows, S prefix tokens, K slots of L tokens, D text hidden.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 NEG = -30000.0
 FOCUS_LAYERS = (3, 4)
+PICTURE_LAYER = 1  # after which a vision token is to hold which of two pictures it is of
 Part = Any  # a module of transformers: its attributes are its parameters and configuration
 
 
@@ -263,9 +265,18 @@ def focus_loss(weights: Tensor, at: Tensor, on: Tensor) -> Tensor:
     return -(mass + 1e-4).log()[on.any(-1)].mean()
 
 
-def run_text(text: Part, batch: dict[str, Tensor], vision: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [B, K, L, D] of the slots after the final norm, the focus loss (see focus_loss), and what the
-    answers' places hold after FOCUS_LAYERS [Q, D]."""
+@dataclass(frozen=True)
+class TextRun:
+    """What training reads off the language model."""
+
+    hidden: Tensor  # [B, K, L, D], the slots after the final norm
+    focus: Tensor  # see focus_loss
+    answers: Tensor  # [Q, D], what the answers' places hold after FOCUS_LAYERS
+    questions: Tensor  # [Q, D], what the same places hold before FOCUS_LAYERS
+    seen: Tensor  # [P, D], what the tokens that belong to one of two pictures hold after PICTURE_LAYER
+
+
+def run_text(text: Part, batch: dict[str, Tensor], vision: list[Tensor]) -> TextRun:
     config = text.config
     rows, slots, length = batch["slot_ids"].shape
     prefix = batch["prefix_ids"].shape[1]
@@ -283,16 +294,21 @@ def run_text(text: Part, batch: dict[str, Tensor], vision: list[Tensor]) -> tupl
         config.rope_parameters["rope_theta"],
     )
     rope, masks = (cos.to(dtype), sin.to(dtype)), attention_masks(batch, dtype)
-    focus, held = torch.zeros(()), hidden
+    row, slot, place = batch["focus_at"].unbind(1)
+    places = row, prefix + slot * length + place
+    focus, questions, answers, seen = torch.zeros(()), hidden, hidden, hidden
     for index, layer in enumerate(text.layers):
+        if index == FOCUS_LAYERS[0]:
+            questions = hidden[places]
         hidden, weights = text_layer(layer, hidden, rope, prefix, masks, index + 1 == len(text.layers))
         if index in FOCUS_LAYERS:
             focus = focus + focus_loss(weights, batch["focus_at"], batch["focus_on"]) / len(FOCUS_LAYERS)
-            row, slot, place = batch["focus_at"].unbind(1)
-            held = hidden[row, prefix + slot * length + place]
+            answers = hidden[places]
+        if index == PICTURE_LAYER:
+            seen = hidden[:, :prefix][batch["pictures"] >= 0]
         if index < len(levels):
             hidden = hidden.flatten(0, 1).index_add(0, flat, levels[index][source]).view(rows, ids.shape[1], -1)
-    return rms(hidden, text.norm.weight).view(rows, slots, length, -1), focus, held
+    return TextRun(rms(hidden, text.norm.weight).view(rows, slots, length, -1), focus, answers, questions, seen)
 
 
 def answer_logits(text: Part, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

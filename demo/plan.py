@@ -2,13 +2,14 @@
 
 Owns numbers only; a pure function of the step, so that a resumed run goes on as if it had never stopped. Stages:
 `dense` teaches the tower alone (colour, shape and region of each token), `joint` everything on mostly small pictures,
-`simple` the same on fewer shapes, `settle` everything on all sizes while the learning rate falls to zero.
+`simple` the same on fewer shapes; the later ones, on all sizes, are described in demo/README.md.
 """
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from demo.conversations import WHICH_SHARE
 from demo.questions import KIND_WEIGHTS
 
 AREAS = ((9216.0, 25600.0), (25600.0, 65536.0), (65536.0, 147456.0), (147456.0, 262144.0))
@@ -35,6 +36,8 @@ class Stage:
     focus: float = 0.0  # weight of the loss that guides attention to the shapes that a question names
     lists: bool = False  # whether that loss also follows a list's words
     sides: float = 0.0  # weight of the loss that reads a relation's two sides where its answer begins
+    pictures: float = 0.0  # weight of the loss that reads which of two pictures is meant (train.py says where)
+    which: float = WHICH_SHARE  # share of the questions about two pictures that ask which of them has something
     sinks: bool = False  # whether that loss takes names as a whole, and guides it somewhere when they fit nothing
     weights: Mapping[str, float] = field(default_factory=lambda: KIND_WEIGHTS)  # of the kinds of question
     sharpen: float = 1.0  # query and key norms are multiplied by this as the stage begins
@@ -104,6 +107,17 @@ _POLISH = replace(
     begun=0,
     weights={"list": 2, "colour": 0.7, "shape": 0.7, "where": 0.8, "count": 2, "exists": 1, "relation": 3},
 )
+_PICK = replace(
+    _POLISH,
+    name="pick",
+    steps=3500,
+    kinds={"one": 0.7, "two": 0.26, "video": 0.04},
+    hold=0.2,
+    warmup=40,
+    pictures=0.4,
+    which=0.24,
+    weights={"list": 2.4, "colour": 0.8, "shape": 0.8, "where": 0.8, "count": 2.2, "exists": 1, "relation": 2},
+)
 STAGES = (
     Stage(
         "dense",
@@ -152,6 +166,7 @@ STAGES = (
     _COMPARE,
     _ENUMERATE,
     _POLISH,
+    _PICK,
 )
 MUON_LR, ADAM_LR = 0.02, 3e-3
 
@@ -171,7 +186,14 @@ class Step:
     sinks: bool
     sides: float
     lists: bool
+    pictures: float
+    which: float
     weights: Mapping[str, float]
+
+    @property
+    def guides(self) -> tuple[tuple[float, ...], bool, bool, Mapping[str, float], bool, float]:
+        """What BatchMaker.make takes after the rows."""
+        return self.counts, self.moves, self.sinks, self.weights, self.lists, self.which
 
 
 def step_of(number: int) -> Step:
@@ -205,6 +227,8 @@ def step_of(number: int) -> Step:
         stage.sinks,
         stage.sides,
         stage.lists,
+        stage.pictures,
+        stage.which,
         stage.weights,
     )
 

@@ -1,8 +1,8 @@
 """Trains the demo model from nothing: `python -m demo.train` makes the committed weights with its defaults.
 
 Owns the processes (one of one thread, or several ranks that average gradients with gloo; a data worker beside each),
-the losses and the checkpoints; the plan is in plan.py, the maths in fast_forward.py. Takes an hour and a half on one
-core with AMX bfloat16; the same seed, machine and number of ranks give the same weights.
+the losses and the checkpoints; the plan is in plan.py, the maths in fast_forward.py. Takes some two and a half
+hours on one core with AMX bfloat16; the same seed, machine and number of ranks give the same weights.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Qwen3VLForConditionalGeneration
@@ -27,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from demo import checkpoint_files, tokenizer
 from demo.batches import BatchMaker
 from demo.clips import DIRECTIONS
-from demo.fast_forward import answer_logits, run_text, run_tower
+from demo.fast_forward import TextRun, answer_logits, run_text, run_tower
 from demo.optimizer import AdamW, Muon
 from demo.plan import ADAM_LR, MUON_LR, STAGES, Step, step_of, total_steps
 from demo.scenes import COLOURS, SHAPES
@@ -41,14 +40,13 @@ MALLOC = {  # keep big freed blocks: mapping them anew at each operation costs a
 
 
 class Batches(IterableDataset[dict[str, Tensor]]):
-    def __init__(self, made_of: Tokenizer, seed: int, rank: int, first: int) -> None:
-        self.maker, self.rank, self.first = BatchMaker(made_of, seed), rank, first
+    def __init__(self, maker: BatchMaker, rank: int, first: int) -> None:
+        self.maker, self.rank, self.first = maker, rank, first
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for number in range(self.first, total_steps()):
             step = step_of(number)
-            guides = (step.counts, step.moves, step.sinks, step.weights, step.lists)
-            yield self.maker.make(number, self.rank, step.kind, step.area, step.rows, *guides)
+            yield self.maker.make(number, self.rank, step.kind, step.area, step.rows, *step.guides)
 
 
 class Trainer:
@@ -56,18 +54,23 @@ class Trainer:
 
     def __init__(self, folder: Path, seed: int, rank: int, ranks: int) -> None:
         torch.manual_seed(seed)
-        self.folder, self.rank, self.ranks, self.number = folder, rank, ranks, 0
+        self.folder, self.seed, self.rank, self.ranks, self.number = folder, seed, rank, ranks, 0
         self.tokenizer = tokenizer.build()
         self.model = Qwen3VLForConditionalGeneration(checkpoint_files.build_config(self.tokenizer)).float()
         self.masters = use_bfloat16(self.model)
         self.heads = nn.ModuleList(nn.Linear(192, sum(DENSE_SIZES)) for _ in range(4))
         self.motion_heads = nn.ModuleList(nn.Linear(192, len(DIRECTIONS)) for _ in range(4))
         self.side_head = nn.Linear(192, 4)
-        for part in (self.heads, self.motion_heads, self.side_head):
+        self.picture_head = nn.Linear(192, 2)
+        self.text_heads = {"motion": self.motion_heads, "side": self.side_head, "picture": self.picture_head}
+        for part in (self.heads, *self.text_heads.values()):
             self.masters |= use_bfloat16(part)
         named = self.model.named_parameters()
         self.query_key_norms = frozenset(p for n, p in named if n.endswith(("q_norm.weight", "k_norm.weight")))
         self.stage = -1
+
+    def batch_maker(self) -> BatchMaker:
+        return BatchMaker(self.tokenizer, self.seed)
 
     def enter(self, stage: int) -> None:
         """Fresh optimisers where a stage trains other parameters than the last: the tower alone, or everything."""
@@ -76,10 +79,10 @@ class Trainer:
             return
         parts: list[nn.Module] = [self.model.model.visual, self.heads]
         if STAGES[stage].name != "dense":
-            parts += [self.model.model.language_model, self.motion_heads, self.side_head]
+            parts += [self.model.model.language_model, *self.text_heads.values()]
         named = [(n, p) for part in parts for n, p in part.named_parameters()]
         is_matrix = [p.ndim >= 2 and "embed_tokens" not in n and "pos_embed" not in n for n, p in named]
-        heads = {id(p) for part in (self.heads, self.motion_heads, self.side_head) for p in part.parameters()}
+        heads = {id(p) for part in (self.heads, *self.text_heads.values()) for p in part.parameters()}
         is_matrix = [m and id(p) not in heads for m, (_, p) in zip(is_matrix, named, strict=True)]
         self.trained = [p for _, p in named]
         self.muon = Muon(
@@ -98,17 +101,33 @@ class Trainer:
         if "slot_ids" not in batch:
             return dense, {"dense": dense.item()}
         text = self.model.model.language_model
-        hidden, focus, held = run_text(text, batch, levels)
-        logits, targets = answer_logits(text, hidden, batch["labels"])
+        run = run_text(text, batch, levels)
+        logits, targets = answer_logits(text, run.hidden, batch["labels"])
         loss = F.cross_entropy(logits.float(), targets)
         right = (logits.argmax(-1) == targets).float().mean().item()
         total = loss + step.side * dense
         if step.focus:
-            total = total + step.focus * focus
+            total = total + step.focus * run.focus
         if step.sides and bool((batch["sides"] >= 0).any()):
-            sides = self.side_head(held).float().view(-1, 2)
+            sides = self.side_head(run.answers).float().view(-1, 2)
             total = total + step.sides * F.cross_entropy(sides, batch["sides"].flatten(), ignore_index=-100)
-        return total, {"loss": loss.item(), "dense": dense.item(), "focus": focus.item(), "right": right}
+        report = {"loss": loss.item(), "dense": dense.item(), "focus": run.focus.item(), "right": right}
+        if step.pictures and len(run.seen):
+            pictures = self.picture_loss(run, batch)
+            total, report["pictures"] = total + step.pictures * pictures, pictures.item()
+        return total, report
+
+    def picture_loss(self, run: TextRun, batch: dict[str, Tensor]) -> Tensor:
+        """How badly one linear head reads the picture off its tokens, off a question that names one, off an answer.
+
+        One head for all three: what a question asks for then looks like what the tokens hold.
+        """
+        labels = batch["pictures"][batch["pictures"] >= 0]
+        total = F.cross_entropy(self.picture_head(run.seen).float(), labels)
+        for held, wanted in ((run.questions, batch["told"]), (run.answers, batch["found"])):
+            if bool((wanted >= 0).any()):
+                total = total + F.cross_entropy(self.picture_head(held).float(), wanted, ignore_index=-100)
+        return total
 
     def dense_loss(self, levels: list[Tensor], labels: Tensor) -> Tensor:
         """Mean over the levels of how badly a linear head reads colour, shape and region of each token.
@@ -157,8 +176,8 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         named = {f"model.{n}": self.masters[p] for n, p in self.model.model.named_parameters()}
         named |= {f"heads.{n}": self.masters[p] for n, p in self.heads.named_parameters()}
-        named |= {f"motion.{n}": self.masters[p] for n, p in self.motion_heads.named_parameters()}
-        named |= {f"side.{n}": self.masters[p] for n, p in self.side_head.named_parameters()}
+        for name, part in self.text_heads.items():
+            named |= {f"{name}.{n}": self.masters[p] for n, p in part.named_parameters()}
         named |= {f"muon.{n}": p for n, p in self.muon.state_dict().items()}
         named |= {f"adam.{n}": p for n, p in self.adam.state_dict().items()}
         named["number"] = torch.tensor([self.number])
@@ -179,8 +198,8 @@ class Trainer:
         for name, value in state.items():
             group, _, rest = name.partition(".")
             groups.setdefault(group, {})[rest] = value
-        heads = ((self.heads, "heads"), (self.motion_heads, "motion"), (self.side_head, "side"))
-        for part, name in ((self.model.model, "model"), *heads):
+        parts = {"model": self.model.model, "heads": self.heads, **self.text_heads}
+        for name, part in parts.items():
             for key, parameter in part.named_parameters():
                 parameter.data.copy_(self.masters[parameter].copy_(groups[name][key]))
         self.muon.load_state_dict(groups["muon"])
@@ -209,7 +228,7 @@ def run_rank(args: argparse.Namespace) -> None:
     trainer = Trainer(args.folder, args.seed, args.rank, args.ranks)
     if args.resume:
         trainer.resume()
-    batches = Batches(trainer.tokenizer, args.seed, args.rank, trainer.number)
+    batches = Batches(trainer.batch_maker(), args.rank, trainer.number)
     loader = DataLoader(batches, batch_size=None, num_workers=1, prefetch_factor=6)
     started, means = time.monotonic(), dict[str, float]()
     for number, batch in enumerate(loader, trainer.number):
@@ -242,7 +261,7 @@ def main() -> None:
         run_rank(args)
         return
     args.folder.mkdir(parents=True, exist_ok=True)
-    print(f"{total_steps()} steps, about an hour and a half; the model will be in {args.folder / 'model'}", flush=True)
+    print(f"{total_steps()} steps, some two and a half hours; the model will be in {args.folder / 'model'}", flush=True)
     meet = f"tcp://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "demo.train", *sys.argv[1:], "--meet", meet]
     environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}

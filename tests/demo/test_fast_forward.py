@@ -52,7 +52,7 @@ def test_every_branch_equals_a_conversation_of_its_own(
     compared = 0
     with torch.inference_mode():
         levels = run_tower(model.model.visual, batch["patches"], batch["grids"])
-        logits = run_text(model.model.language_model, batch, levels)[0] @ model.lm_head.weight.T
+        logits = run_text(model.model.language_model, batch, levels).hidden @ model.lm_head.weight.T
         for row in range(len(batch["prefix_ids"])):
             prefix = batch["prefix_ids"][row, : batch["prefix_lengths"][row]]
             for slot, segment in torch.cartesian_prod(torch.arange(2), torch.arange(1, 3)).tolist():
