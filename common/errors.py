@@ -58,6 +58,14 @@ class BodyTimeout(InvalidRequest):
     """The request body did not arrive in time."""
 
 
+class Unauthorized(InvalidRequest):
+    """The request has no API key, or one that is not known here."""
+
+
+class RateLimited(InvalidRequest):
+    """An API key has used what it may use for now; the same request may succeed after `retry_after_s`."""
+
+
 class Overloaded(TandemError):
     """No capacity now; the same request may succeed after `retry_after_s`."""
 
@@ -120,6 +128,8 @@ ERROR_TABLE: dict[type[TandemError], ErrorInfo] = {
     MethodNotAllowed: ErrorInfo("method_not_allowed", 405, "invalid_request_error", False),
     PayloadTooLarge: ErrorInfo("payload_too_large", 413, "invalid_request_error", False),
     BodyTimeout: ErrorInfo("body_timeout", 408, "invalid_request_error", False),
+    Unauthorized: ErrorInfo("invalid_api_key", 401, "invalid_request_error", False),
+    RateLimited: ErrorInfo("rate_limit_exceeded", 429, "invalid_request_error", False),
     Overloaded: ErrorInfo("overloaded", 503, "server_error", True),
     EncoderUnavailable: ErrorInfo("encoder_unavailable", 503, "server_error", True),
     DecoderUnavailable: ErrorInfo("decoder_unavailable", 503, "server_error", True),

@@ -28,7 +28,8 @@ _CONFIG_FILES: dict[Role, tuple[str, ...]] = {
         "processor_config.json",
         "video_preprocessor_config.json",
     ),
-    "decoder": ("config.json", "generation_config.json"),
+    # The vocabulary is what structured output needs of the tokenizer.
+    "decoder": ("config.json", "generation_config.json", "tokenizer.json"),
     "gateway": (
         "config.json",
         "generation_config.json",

@@ -103,12 +103,13 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag=True):
-    """Stop everything done for a request. An id that is not known is no error.
+    """Stop everything done for a request, or at a decoder only for one `choice`. An id that is not known is no error.
 
     An encoder refuses a request that arrives after its Cancel, since the two travel on different sockets.
     """
 
     request_id: Id
+    choice: Annotated[int, Meta(ge=0, le=128)] | None = None
 
 
 class MediaOptions(Struct, frozen=True, kw_only=True):
@@ -148,7 +149,10 @@ class ProbeReply(Message, frozen=True, kw_only=True, tag=True):
 
 
 class EncodeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Ask an encoder to hold an item's embedding under a lease of `request_id`. One payload frame: the source bytes."""
+    """Ask an encoder to hold an item's embedding under a lease of `request_id`. One payload frame: the source bytes.
+
+    With `take_over` it encodes also what another encoder, or Redis, is said to have: they could not give it.
+    """
 
     request_id: Id
     key: MediaKey
@@ -157,6 +161,7 @@ class EncodeRequest(Message, frozen=True, kw_only=True, tag=True):
     expected_grid: Grid
     fingerprint: Fingerprint
     time_left_s: Seconds
+    take_over: bool = False
 
 
 class EncodeTimes(Struct, frozen=True, kw_only=True):
@@ -168,7 +173,10 @@ class EncodeTimes(Struct, frozen=True, kw_only=True):
 
 
 class EncodeReply(Message, frozen=True, kw_only=True, tag=True):
-    """The embedding is held here and may be fetched, or `error` says why not. Carries no payload."""
+    """The embedding is held here and may be fetched, or `error` says why not. Carries no payload.
+
+    With `elsewhere` nothing is held here: the word `redis`, or the id of the encoder that is at work on the item.
+    """
 
     request_id: Id
     key: MediaKey
@@ -176,6 +184,7 @@ class EncodeReply(Message, frozen=True, kw_only=True, tag=True):
     num_bytes: Count = 0
     times: EncodeTimes = EncodeTimes()
     error: ErrorDetail | None = None
+    elsewhere: Id | None = None
 
 
 class Release(Message, frozen=True, kw_only=True, tag=True):
@@ -266,7 +275,11 @@ class MediaItem(Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """How tokens are chosen; the semantics of OpenAI's API and vLLM's names. The seed is always set."""
+    """How tokens are chosen; the semantics of OpenAI's API and vLLM's names. The seed is always set.
+
+    `grammar` is the JSON text of a schema for "json_schema", a JSON list of texts for "choice", the expression for
+    "regex", a Lark grammar in llguidance's dialect for "grammar", and absent for "json_object".
+    """
 
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -295,7 +308,8 @@ class GenerateRequest(Message, frozen=True, kw_only=True, tag=True):
 
     `outputs` holds each choice's tokens so far: empty at first, filled when a request is resumed elsewhere, and
     always apart from the prompt so that penalties and limits are right over the seam. `attempt` grows with each
-    resumption; answers to an older attempt are dropped by the gateway.
+    resumption; answers to an older attempt are dropped by the gateway. Choices in `finished` have ended: nothing is
+    said of them. With `pooling` the answer is no text but the prompt's embedding.
     """
 
     request_id: Id
@@ -309,6 +323,10 @@ class GenerateRequest(Message, frozen=True, kw_only=True, tag=True):
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     time_left_s: Seconds
+    finished: Annotated[list[Annotated[int, Meta(ge=0, le=128)]], Meta(max_length=128)] = msgspec.field(
+        default_factory=list
+    )
+    pooling: Literal["last"] | None = None
 
 
 class MediaNeeded(Message, frozen=True, kw_only=True, tag=True):
@@ -363,7 +381,9 @@ class SequenceTimes(Struct, frozen=True, kw_only=True):
 class SequenceTokens(Struct, frozen=True, kw_only=True):
     """New tokens of one choice. `offset` is the output position of the first, so duplicates can be dropped.
 
-    With `finish_reason` "stop", `stop_token_id` is the token that ended it (not part of `tokens`).
+    With `finish_reason` "stop", `stop_token_id` is the token that ended it (not part of `tokens`). `prompt_logprobs`
+    comes with the first event of choice 0 where it was asked for: one entry for each prompt token but the first.
+    `embedding` is the whole answer to a request with `pooling`: the last token's hidden state, of length 1.
     """
 
     request_id: Id
@@ -377,6 +397,8 @@ class SequenceTokens(Struct, frozen=True, kw_only=True):
     error: ErrorDetail | None = None
     usage: Usage | None = None
     times: SequenceTimes | None = None
+    prompt_logprobs: Annotated[list[TokenLogprobs], Meta(max_length=MAX_TOKENS)] | None = None
+    embedding: Annotated[list[float], Meta(max_length=1 << 20)] | None = None
 
 
 class TokenBatch(Message, frozen=True, kw_only=True, tag=True):

@@ -7,8 +7,10 @@ traceback in the log. Runs in the main thread.
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket as socket_module
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Protocol
 
@@ -24,8 +26,6 @@ from common.errors import ConfigError
 from common.http_protocol import LimitedProtocol
 from common.metrics import CONTENT_TYPE_LATEST, generate_latest
 
-# Beyond this, requests are answered with 503 and their connections closed. Each connection is a file descriptor.
-MAX_CONNECTIONS = 4096
 logger = structlog.get_logger(__name__)
 
 
@@ -73,6 +73,11 @@ class Service:
         """Finish what runs; one that still loads has nothing to finish."""
         if self._server is not None:
             await self._server.drain()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it has not begun to serve."""
+        return self._server is None
 
     def is_alive(self) -> bool:
         """False when the work at hand hangs."""
@@ -129,7 +134,6 @@ def http_server(
         lifespan="off",
         http=protocol,
         ws="none",
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=drain_s,
         h11_max_incomplete_event_size=64 << 10,
     )
@@ -165,6 +169,10 @@ async def run_service(service: Service, host: str, port: int, *, drain_timeout_s
         await _drain(service, drain_timeout_s)
 
     await run_until_signal(server, _start_and_run(service), drain)
+    if service.is_loading:
+        # The thread that reads the weights cannot be stopped, and nothing that it does is of use any more.
+        sys.stderr.flush()
+        os._exit(0)
 
 
 async def run_until_signal(

@@ -42,11 +42,15 @@ class CommonSettings:
     """Name that clients use for the model; by default the last part of --model. All services must agree."""
 
     redis: Annotated[str | None, REDIS_ENVIRONMENT] = None
-    """URL of the Redis-protocol server that caches embeddings, such as redis://host:6379/0. Without it nothing is
-    cached across processes."""
+    """URL of the Redis-protocol server that caches embeddings, such as redis://host:6379/0; rediss:// for TLS,
+    redis+sentinel://host:26379,host:26379/service and redis+cluster://host:6379,host:6379 for several. Without it
+    nothing is cached across processes."""
 
     cache_ttl_s: int = 86_400
     """Seconds that an unused entry stays in Redis."""
+
+    cache_wait_s: float = 0.02
+    """Seconds that a request waits to hear what Redis holds, before it goes on as if it were nothing."""
 
     http_host: str = "127.0.0.1"
     """Address of the HTTP port."""

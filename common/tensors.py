@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 
+from common.embedding import Payload
 from common.errors import ConfigError, ModelFailure
 from common.messages import EmbeddingHeader, WireDtype
 
@@ -33,7 +34,7 @@ def payload_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy().data).cast("B")
 
 
-def tensor_of(header: EmbeddingHeader, payload: bytearray) -> Tensor:
+def tensor_of(header: EmbeddingHeader, payload: Payload) -> Tensor:
     """The `[rows, width]` tensor over a payload that was checked against its header. Shares the payload's memory."""
     flat = torch.frombuffer(payload, dtype=DTYPES[header.dtype])
     return flat.view(header.rows, header.width)

@@ -16,7 +16,7 @@ CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass) if 
 def test_every_class_has_a_row(error_class: type[TandemError]) -> None:
     info = error_info(error_class("why"))
     assert 400 <= info.http_status <= 599
-    is_of_client = info.http_status in (400, 404, 405, 408, 413)
+    is_of_client = info.http_status in (400, 401, 404, 405, 408, 413, 429)
     assert info.openai_type == ("invalid_request_error" if is_of_client else "server_error")
 
 

@@ -1,6 +1,7 @@
 """Connections that send no whole head, or read nothing, are ended; those at work are left alone."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 class Impatient(LimitedProtocol):
     HEAD_S = 0.2
     STALL_S = 0.2
+    MAX_CONNECTIONS = 2
 
 
 class Application:
@@ -101,3 +103,33 @@ async def test_a_client_that_reads_gets_everything() -> None:
         while num_bytes < app.num_bytes:
             num_bytes += len(await asyncio.wait_for(reader.read(1 << 20), 3))
         assert num_bytes >= app.num_bytes
+
+
+async def test_one_connection_too_many_is_answered_in_openai_shape_and_the_others_go_on() -> None:
+    app = Application()
+    app.wait.clear()
+    async with connected(app) as (reader, writer):
+        port = writer.get_extra_info("peername")[1]
+        second_reader, second = await asyncio.open_connection("127.0.0.1", port)
+        for one in (writer, second):
+            one.write(HEAD)
+        await one.drain()
+        third_reader, third = await asyncio.open_connection("127.0.0.1", port)
+        third.write(HEAD)
+        refusal = await ended(third_reader)
+        assert refusal.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in refusal
+        assert json.loads(refusal.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+        app.wait.set()
+        for answered in (reader, second_reader):
+            assert (await asyncio.wait_for(answered.readline(), 3)).startswith(b"HTTP/1.1 200 ")
+        for one in (second, third):
+            one.close()
+
+
+async def test_what_is_not_http_is_answered_in_openai_shape() -> None:
+    async with connected(Application()) as (reader, writer):
+        writer.write(b"SSH-2.0-x\r\n\r\n")
+        answer = await ended(reader)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_request"

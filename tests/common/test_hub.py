@@ -31,6 +31,11 @@ WEIGHT_MAP = {
 }
 
 
+def git_digest(data: bytes) -> str:
+    """The name that git, and so the hub, gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 class Hub:
     """Serves repositories of files; `fetched` lists what was downloaded, in order."""
 
@@ -54,7 +59,7 @@ class Hub:
                 return 200, {}, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode()
             if path.startswith(f"/api/models/{name}/tree/"):
                 entries = [
-                    {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    {"type": "file", "path": file, "size": len(data), "oid": git_digest(data)}
                     for file, data in files.items()
                 ]
                 return 200, {}, json.dumps(entries).encode()
@@ -63,7 +68,7 @@ class Hub:
                 file = path.removeprefix(prefix)
                 if method == "GET":
                     self.fetched.append(file)
-                etag = hashlib.sha1(files[file]).hexdigest()
+                etag = git_digest(files[file])
                 return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, files[file]
         return 404, {"X-Error-Code": "RepoNotFound"}, b""
 
@@ -141,6 +146,7 @@ def resolve(hub: Hub, tmp_path: Path, *arguments: str) -> subprocess.CompletedPr
             {
                 "config.json",
                 "generation_config.json",
+                "tokenizer.json",
                 "model.safetensors.index.json",
                 "model-00002-of-00003.safetensors",
                 "model-00003-of-00003.safetensors",
@@ -160,7 +166,7 @@ def test_only_the_files_of_the_role_are_downloaded(hub: Hub, tmp_path: Path, rol
 def test_single_file_checkpoint_is_downloaded_whole(hub: Hub, tmp_path: Path) -> None:
     done = resolve(hub, tmp_path, "owner/single", "decoder")
     assert done.returncode == 0, done.stderr
-    assert set(hub.fetched) == {"config.json", "generation_config.json", "model.safetensors"}
+    assert set(hub.fetched) == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
 
 
 def test_second_start_downloads_nothing(hub: Hub, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ EXAMPLES: list[AnyMessage] = [
         is_draining=True,
     ),
     messages.Refused(error=ERROR, request_id="r-1"),
-    messages.Cancel(request_id="r-1"),
+    messages.Cancel(request_id="r-1", choice=1),
     messages.ProbeRequest(request_id="r-1", key=KEY, options=OPTIONS, time_left_s=1.5),
     messages.ProbeReply(
         request_id="r-1",
@@ -126,6 +126,8 @@ EXAMPLES: list[AnyMessage] = [
         priority=-1,
         cache_salt="tenant",
         time_left_s=30.0,
+        finished=[1],
+        pooling="last",
     ),
     messages.MediaNeeded(request_id="r-1", attempt=1, keys=[KEY, OTHER_KEY], failed_source="redis"),
     messages.MediaAt(request_id="r-1", key=KEY, source="e-1"),
@@ -144,6 +146,8 @@ EXAMPLES: list[AnyMessage] = [
                 error=ERROR,
                 usage=messages.Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=1),
                 times=messages.SequenceTimes(queue_s=0.1, media_wait_s=0.2, prefill_s=0.3, decode_s=0.4),
+                prompt_logprobs=[messages.TokenLogprobs(logprob=-1.5, top=[(3, -0.5)])],
+                embedding=[0.5, -0.5],
             )
         ]
     ),

@@ -15,7 +15,7 @@ from deploy.local import free_port
 from tests.paths import REPOSITORY
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, sys, threading
 from common.errors import ConfigError
 from common.logs import configure_logs
 from common.service import Service, run_service
@@ -37,6 +37,8 @@ class Server:
         print("drain ended", flush=True)
 
 async def open_server(mode):
+    if mode == "loads in a thread":
+        await asyncio.to_thread(threading.Event().wait)
     if mode == "cannot start":
         raise ConfigError("the weights are not there: fetch them")
     if mode == "loads":
@@ -115,6 +117,16 @@ async def test_a_signal_drains_and_ends_with_0(number: signal.Signals) -> None:
         code, out, err = await service.end()
         assert (code, out) == (0, "drain began\ndrain ended\n")
         assert "Traceback" not in err
+
+
+async def test_a_service_that_still_loads_ends_at_once() -> None:
+    """Its loading thread cannot be stopped, and would keep the process until it is killed."""
+    async with running("loads in a thread") as service:
+        assert (await service.get("/health")).status_code == 200
+        service.process.send_signal(signal.SIGTERM)
+        code, _, err = await service.end()
+        assert code == 0
+        assert "stopped" in err
 
 
 async def test_health_answers_while_the_service_loads_and_ready_says_no() -> None:
