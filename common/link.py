@@ -1,13 +1,15 @@
 """One connection to one service, kept alive: Hello until answered, then Hello as the heartbeat.
 
 A link knows who is at the other end (`peer`), how busy it is (`load`), and whether it is up. It goes down when the
-connection breaks, when nothing was heard for `liveness_s`, or when another process answers at the same address;
+connection breaks, when nothing was heard for `liveness_s`, when what is heard cannot be read, or when another process
+answers at the same address;
 then `on_down` tells the owner which instance was lost, so that its work there can go elsewhere. What such an instance
 must hear in the end is kept until it is back. Runs on the event loop; knows nothing of requests.
 """
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ HEARTBEAT_S = 0.5
 LIVENESS_S = 5.0
 SILENCE_WARNING_S = 20.0
 MAX_KEPT = 10_000
+MAX_MALFORMED = 3  # messages between two heartbeats: what they said is lost, and whoever waits for it waits in vain
 
 
 class AttentiveClock:
@@ -66,6 +69,10 @@ class Link:
         self.peer: Hello | None = None
         self.load: LoadReport | None = None
         self.refusal: str | None = None
+        self.is_retiring = False
+        """Whether its owner has other plans than to send new work there, such as when Kubernetes ends the pod."""
+        self.was_leaving = False
+        """Whether the instance that was lost last had said, or its owner had known, that it would leave."""
         self._dealer = dealer
         self._hello = hello
         self._role = role
@@ -76,6 +83,7 @@ class Link:
         self._liveness_s = liveness_s
         self._clock = AttentiveClock(heartbeat_s)
         self._last_heard = 0.0
+        self._num_malformed = 0  # up to the last heartbeat
         self._last_instance: str | None = None
         self._kept: deque[AnyMessage] = deque(maxlen=MAX_KEPT)  # for that instance, oldest first
 
@@ -87,7 +95,7 @@ class Link:
     @property
     def is_ready(self) -> bool:
         """Whether new work may be sent: up, ready and not draining, which a load report may say before a Hello."""
-        if self.peer is None or (self.load is not None and self.load.is_draining):
+        if self.peer is None or self.is_retiring or (self.load is not None and self.load.is_draining):
             return False
         return self.peer.is_ready and not self.peer.is_draining
 
@@ -187,11 +195,15 @@ class Link:
                 )
             if self._clock.look() - self._last_heard > self._liveness_s:
                 self._go_down(f"not heard for {self._liveness_s} s")
+            if self._dealer.num_malformed - self._num_malformed >= MAX_MALFORMED:
+                self._go_down("its messages cannot be read")
+            self._num_malformed = self._dealer.num_malformed
             with contextlib.suppress(PeerUnreachable):  # not connected yet; the check above notices a lost peer
                 self._dealer.send(self._hello())
                 if self.peer is not None:
                     self._send_kept()
-            await asyncio.sleep(self._heartbeat_s)
+            # Jitter, so that a fleet that started together does not ask together.
+            await asyncio.sleep(self._heartbeat_s * random.uniform(0.8, 1.2))  # noqa: S311 (no secret)
 
     async def _watch_connection(self) -> None:
         while True:
@@ -202,6 +214,8 @@ class Link:
         if self.peer is None:
             return
         instance_id = self.peer.instance_id
+        said_so = self.peer.is_draining or (self.load is not None and self.load.is_draining)
+        self.was_leaving = said_so or self.is_retiring
         logger.warning("peer is down", peer=instance_id, endpoint=self.endpoint, reason=reason)
         self.peer = None
         self.load = None

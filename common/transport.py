@@ -230,6 +230,8 @@ class Dealer:
     ) -> None:
         self._name = name
         self.endpoint = endpoint
+        self.num_malformed = 0
+        """Messages of the service that could not be read."""
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         _configure(self._socket, max_payload_bytes)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -256,6 +258,7 @@ class Dealer:
                     raise ProtocolError(f"a message has 1 to {MAX_FRAMES - 1} frames, not {len(frames)}")
                 return Received(b"", unpack(frames[0].buffer), [frame.buffer for frame in frames[1:]])
             except ProtocolError as error:
+                self.num_malformed += 1
                 MALFORMED_FRAMES.labels(self._name).inc()
                 logger.warning("dropped a malformed message", socket=self._name, reason=error.message)
 

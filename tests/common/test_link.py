@@ -11,7 +11,7 @@ import pytest
 import zmq.asyncio
 
 from common.errors import PeerUnreachable, ProtocolError
-from common.link import AttentiveClock, Link
+from common.link import MAX_MALFORMED, AttentiveClock, Link
 from common.messages import AnyMessage, Cancel, LoadReport, Refused, Role
 from common.transport import Dealer, Router
 from common.wire import error_detail
@@ -272,3 +272,17 @@ async def test_no_more_than_a_limit_of_messages_is_kept(
             story.link.send_or_keep(Cancel(request_id=f"r{number}"))
         await eventually(lambda: len(greeter.heard) == 2)
         assert [heard.message for heard in greeter.heard] == [Cancel(request_id="r3"), Cancel(request_id="r4")]
+
+
+async def test_a_peer_whose_messages_cannot_be_read_goes_down_and_one_bad_message_is_forgiven(
+    context: zmq.asyncio.Context, router: Router
+) -> None:
+    greeter = Greeter(router, ENCODER)
+    async with background(greeter.run()), linked(context, router.endpoint) as story:
+        await eventually(lambda: story.events == ["up e-1"])
+        await router._socket.send_multipart([greeter.peers[0], b"nonsense"])
+        await eventually(lambda: story.link._num_malformed == 1)
+        assert story.events == ["up e-1"]
+        for _ in range(MAX_MALFORMED):
+            await router._socket.send_multipart([greeter.peers[0], b"nonsense"])
+        await eventually(lambda: "down e-1" in story.events)
