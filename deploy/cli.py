@@ -1,8 +1,10 @@
 """The `tandem` command: one word for each thing to run. A command's module is imported only when it is asked for."""
 
 import importlib
+import signal
 import sys
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import cyclopts
 from cyclopts import Parameter
@@ -15,7 +17,12 @@ app = cyclopts.App(
     version=__version__,
 )
 
+SERVICES = ("gateway", "encoder", "decoder", "autoscaler")
 Tokens = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
 
 
 def _run(module: str, tokens: tuple[str, ...]) -> None:
@@ -52,8 +59,26 @@ def decoder(*tokens: Tokens) -> None:
     _run("decoder_svc.__main__", tokens)
 
 
+@app.command(help_flags=[], version_flags=[])
+def fetch(*tokens: Tokens) -> None:
+    """Download what one role needs of a model on the hub, and check it."""
+    _run("deploy.fetch", tokens)
+
+
+@app.command(help_flags=[], version_flags=[])
+def autoscaler(*tokens: Tokens) -> None:
+    """Scale encoders and decoders on Kubernetes by what gateways count."""
+    _run("deploy.autoscaler.__main__", tokens)
+
+
 def main() -> None:
-    """Entry point of the `tandem` script."""
+    """Entry point of the `tandem` script.
+
+    The first process of a container gets no signal that it has no handler for, and a service's imports take seconds: a
+    SIGTERM meanwhile ends it, since there is nothing to finish.
+    """
+    if sys.argv[1:2] and sys.argv[1] in SERVICES:
+        signal.signal(signal.SIGTERM, _end)
     app(sys.argv[1:])
 
 

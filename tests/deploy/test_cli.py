@@ -8,7 +8,7 @@ import pytest
 from deploy import cli
 from tests.paths import REPOSITORY
 
-COMMANDS = ["up", "ask", "gateway", "encoder", "decoder"]
+COMMANDS = ["up", "ask", "gateway", "encoder", "decoder", "autoscaler", "fetch"]
 
 
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,7 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
     assert all(f" {command} " in shown for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["up", "ask", "gateway"])
+@pytest.mark.parametrize("command", ["up", "ask", "gateway", "autoscaler"])
 def test_each_command_has_its_own_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.app([command, "--help"])
@@ -34,3 +34,16 @@ def test_asking_loads_neither_torch_nor_a_service() -> None:
         "sys.exit(f'loaded {bad}' if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)
+
+
+def test_a_service_that_is_told_to_stop_while_it_imports_ends_with_0() -> None:
+    """The first process of a container would not even get the signal without a handler of its own."""
+    program = (
+        "import os, signal, sys, threading\n"
+        "from deploy import cli\n"
+        "cli._run = lambda module, tokens: (os.kill(os.getpid(), signal.SIGTERM), threading.Event().wait(30))\n"
+        "sys.argv = ['tandem', 'encoder']\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, timeout=60, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,126 @@
+"""The gateway's share of what scales the tiers: counted where work enters, so it is there with no encoder alive.
+
+Owns the metrics of both tiers and `/autoscale/v1/{tier}`, which answers for this gateway or for all. How many replicas
+follow from it is `common.autoscale`'s. Runs on the event loop.
+"""
+
+import statistics
+from typing import Literal
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from common.autoscale import DecoderLoad, Share, TierName, decoder_share, encoder_share, needed
+from common.autoscale_shares import Collected, OwnShare, ShareCollector
+from common.metrics import Gauge
+from gateway_svc.decoder_pool import DecoderPool
+from gateway_svc.encoder_pool import EncoderPool
+
+REPLICAS = Gauge("tandem_autoscale_replicas", "Work that this gateway sees, in replicas: sum over gateways", ["tier"])
+BACKLOG_SECONDS = Gauge(
+    "tandem_autoscale_backlog_seconds", "Time one encoder takes for what this gateway waits for: sum over gateways"
+)
+BACKLOG_PATCHES = Gauge(
+    "tandem_autoscale_backlog_patches", "Patches that this gateway waits for, after caches: sum over gateways"
+)
+OFFERED_SECONDS = Gauge(
+    "tandem_autoscale_offered_seconds", "Encoder time that each second's new work takes: sum over gateways"
+)
+OCCUPANCY = Gauge("tandem_autoscale_occupancy", "Decoders that this gateway fills: sum over gateways")
+HELD = Gauge("tandem_autoscale_held_requests", "Requests that wait since no decoder is there: sum over gateways")
+ENCODER_RATE = Gauge("tandem_autoscale_encoder_patches_per_s", "Rate of one encoder: mean over gateways")
+
+DEFAULT_ENCODER_RATE = 1000.0
+
+
+class Autoscale:
+    """The signals of one gateway."""
+
+    def __init__(
+        self,
+        encoders: EncoderPool,
+        decoders: DecoderPool,
+        instance_id: str,
+        *,
+        encoder_rate: float = DEFAULT_ENCODER_RATE,
+    ) -> None:
+        """`encoder_rate` is that of one encoder, in patches a second, until one has told its own."""
+        self._encoders = encoders
+        self._decoders = decoders
+        self._instance_id = instance_id
+        self._encoder_rate = encoder_rate
+        self.measure()
+
+    def share(self, tier: TierName) -> Share:
+        """This gateway's share."""
+        return self._encoder_share() if tier == "encoder" else self._decoder_share()
+
+    def own(self, tier: TierName) -> OwnShare:
+        """The share with the name of the gateway."""
+        return OwnShare(gateway=self._instance_id, share=self.share(tier))
+
+    def measure(self) -> None:
+        """Set the metrics; all are there from the start, and 0 without traffic."""
+        encoder, decoder = self._encoder_share(), self._decoder_share()
+        REPLICAS.labels("encoder").set(encoder.replicas)
+        REPLICAS.labels("decoder").set(decoder.replicas)
+        BACKLOG_SECONDS.set(encoder.backlog_seconds)
+        BACKLOG_PATCHES.set(encoder.backlog_patches)
+        OFFERED_SECONDS.set(encoder.offered_seconds)
+        OCCUPANCY.set(decoder.occupancy)
+        HELD.set(decoder.held)
+        ENCODER_RATE.set(encoder.patches_per_s)
+
+    def _encoder_share(self) -> Share:
+        peers = self._encoders.peers
+        rates = [p.control.load.patches_per_s for p in peers if p.control.load and p.control.load.patches_per_s > 0]
+        if rates:
+            self._encoder_rate = statistics.median(rates)  # kept when none is alive
+        demand = self._encoders.demand
+        return encoder_share(
+            backlog_patches=demand.backlog_patches,
+            offered_patches_per_s=demand.patches_per_s(),
+            patches_per_s=self._encoder_rate,
+            ready=len(self._encoders.ready()),
+            loads={p.control.endpoint: float(p.num_own_patches) for p in peers if p.control.is_up},
+        )
+
+    def _decoder_share(self) -> Share:
+        loads = {}
+        for link in self._decoders.links:
+            report, peer = link.load, link.peer
+            if report is None or peer is None:
+                continue
+            loads[link.endpoint] = DecoderLoad(
+                kv_share=report.kv_used_tokens / report.kv_total_tokens if report.kv_total_tokens else 0.0,
+                running=report.running,
+                waiting=report.waiting,
+                slots=peer.limits.max_sequences,
+                wait_s=report.queue_s,
+                own=self._decoders.num_runs(link),
+            )
+        return decoder_share(loads, held=self._decoders.num_held)
+
+
+def add_autoscale_route(app: FastAPI, autoscale: Autoscale, gateways: ShareCollector | None) -> None:
+    """`/autoscale/v1/{tier}`: for KEDA's metrics-api, for `tandem autoscaler`, and for people."""
+
+    @app.get("/autoscale/v1/{tier}", tags=["operation"], response_model=None)
+    async def show_autoscale(tier: TierName, scope: Literal["all", "self"] = "all") -> Response:
+        """The work of a tier in replicas, of all gateways together or of this one."""
+        own = autoscale.own(tier)
+        if scope == "self":
+            return Response(msgspec.json.encode(own), media_type="application/json")
+        collected = (
+            await gateways.collect(tier, own)
+            if gateways is not None
+            else Collected(tier, {own.gateway: own.share}, asked=1, answered=1)
+        )
+        share = collected.total
+        body = {
+            **msgspec.to_builtins(share),
+            "desired": needed(share.replicas),
+            "gateways": {"asked": collected.asked, "answered": collected.answered},
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")

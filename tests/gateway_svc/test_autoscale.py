@@ -1,0 +1,161 @@
+"""The signals of one gateway: counted where work enters, there from the start, and added up over gateways."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+from prometheus_client import REGISTRY
+
+from common.autoscale import Share
+from common.autoscale_shares import OwnShare, ShareCollector
+from common.errors import EncoderUnavailable
+from common.members import Member, StaticMembers
+from common.messages import LoadReport
+from gateway_svc.autoscale import Autoscale, add_autoscale_route
+from gateway_svc.encoder_demand import EncoderDemand
+from tests.gateway_svc.fake_services import FakeFleet, fake_fleet
+
+
+class Clock:
+    """A time that the test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_item_counts_once_however_many_wait_for_it() -> None:
+    demand = EncoderDemand(Clock())
+    with demand.admitted("a", 100):
+        with demand.admitted("a", 100), demand.admitted("b", 50):
+            assert demand.backlog_patches == 150
+        assert demand.backlog_patches == 100
+    assert demand.backlog_patches == 0
+
+
+def test_a_failure_is_no_backlog_any_more() -> None:
+    demand = EncoderDemand(Clock())
+    with pytest.raises(EncoderUnavailable), demand.admitted("a", 100):
+        raise EncoderUnavailable("gone")
+    assert demand.backlog_patches == 0
+
+
+def test_the_rate_is_that_of_new_work_of_half_a_minute() -> None:
+    clock = Clock()
+    demand = EncoderDemand(clock)
+    assert demand.patches_per_s() == 0.0
+    clock.now = 100.0
+    for key in ("a", "b", "held"):
+        with demand.admitted(key, 300):
+            pass
+    demand.discount("held")  # an encoder had it after all
+    assert demand.patches_per_s() == pytest.approx(20.0)
+    clock.now = 129.0
+    assert demand.patches_per_s() == pytest.approx(20.0)
+    clock.now = 131.0
+    assert demand.patches_per_s() == 0.0
+
+
+METRICS = {
+    "tandem_autoscale_replicas": [{"tier": "encoder"}, {"tier": "decoder"}],
+    "tandem_autoscale_backlog_seconds": [{}],
+    "tandem_autoscale_backlog_patches": [{}],
+    "tandem_autoscale_offered_seconds": [{}],
+    "tandem_autoscale_occupancy": [{}],
+    "tandem_autoscale_held_requests": [{}],
+}
+
+
+async def test_signals_are_there_and_zero_without_traffic() -> None:
+    """K8S-10: a metric that is absent, or 0 over 0, is ignored by the scaler, or blocks it for ever."""
+    async with fake_fleet(num_decoders=0) as world:
+        world.fleet.autoscale.measure()
+        for name, labels in METRICS.items():
+            for each in labels:
+                assert REGISTRY.get_sample_value(name, each) == 0.0, name
+
+
+async def test_work_is_counted_with_no_encoder_alive_at_the_configured_and_then_the_last_known_rate() -> None:
+    async with fake_fleet(num_decoders=0, num_encoders=1) as world:
+        encoders, autoscale = world.fleet.encoders, world.fleet.autoscale
+        with encoders.demand.admitted("a", 4000):
+            assert autoscale.share("encoder").backlog_seconds == pytest.approx(4.0)  # of 1000 patches a second
+            encoders.peers[0].control.load = LoadReport(instance_id="encoder-0", patches_per_s=8000.0)
+            assert autoscale.share("encoder").backlog_seconds == pytest.approx(0.5)
+            encoders.set_members([])
+            await world.until(lambda: not encoders.peers)
+            assert autoscale.share("encoder").backlog_seconds == pytest.approx(0.5)
+            assert autoscale.share("encoder").ready == 0
+
+
+async def test_requests_that_wait_for_a_decoder_are_held() -> None:
+    async with fake_fleet(num_decoders=0) as world:
+        waiting = asyncio.create_task(world.fleet.wait_for_decoder(asyncio.get_running_loop().time() + 30))
+        await world.until(lambda: world.fleet.decoders.num_held == 1)
+        assert world.fleet.autoscale.share("decoder").replicas == 1.0
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert world.fleet.autoscale.share("decoder").replicas == 0.0
+
+
+async def test_a_decoder_counts_by_the_part_of_it_that_this_gateway_fills() -> None:
+    async with fake_fleet(num_decoders=1) as world:
+        (link,) = world.fleet.decoders.links
+        link.load = LoadReport(instance_id="decoder-0", running=3, waiting=1, kv_used_tokens=400, kv_total_tokens=1000)
+        assert world.fleet.autoscale.share("decoder").occupancy == 0.0  # the requests are other gateways'
+        world.fleet.decoders._num_own[link] = 2
+        share = world.fleet.autoscale.share("decoder")
+        assert share.occupancy == pytest.approx(0.4 / 0.8 * 2 / 4)
+        assert share.loads == {link.endpoint: 2.0}
+
+
+def client_for(world: FakeFleet, gateways: ShareCollector | None) -> httpx.AsyncClient:
+    app = FastAPI()
+    add_autoscale_route(app, world.fleet.autoscale, gateways)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+
+
+async def asked(client: httpx.AsyncClient, path: str) -> Any:
+    response = await client.get(path)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_one_gateway_answers_for_itself_and_for_all() -> None:
+    async with fake_fleet(num_decoders=0) as world:
+        other = OwnShare(gateway="gateway-2", share=Share(tier="encoder", replicas=2.0, backlog_seconds=1.0))
+        own_again = OwnShare(gateway="gateway-1", share=Share(tier="encoder", replicas=50.0))
+        answers = {"two": msgspec.json.encode(other), "one": msgspec.json.encode(own_again)}
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=answers[request.url.host]))
+        collector = ShareCollector(StaticMembers([]), httpx.AsyncClient(transport=transport))
+        collector._set_members([Member(("http://one:8000",)), Member(("http://two:8000",))])
+        with world.fleet.encoders.demand.admitted("a", 4000):
+            async with client_for(world, collector) as client:
+                alone = await asked(client, "/autoscale/v1/encoder?scope=self")
+                together = await asked(client, "/autoscale/v1/encoder")
+            own = alone["share"]["replicas"]
+        assert alone["gateway"] == "gateway-1"
+        assert own > 0
+        assert together["replicas"] == pytest.approx(2.0 + own)  # itself counts once, as it is now
+        assert together["backlog_seconds"] == pytest.approx(5.0)
+        assert together["gateways"] == {"asked": 2, "answered": 2}
+        assert isinstance(together["desired"], int)
+
+
+async def test_without_other_gateways_it_answers_for_itself() -> None:
+    async with fake_fleet(num_decoders=0) as world, client_for(world, None) as client:
+        for tier in ("encoder", "decoder"):
+            body = await asked(client, f"/autoscale/v1/{tier}")
+            assert (body["replicas"], body["desired"], body["gateways"]) == (0.0, 0, {"asked": 1, "answered": 1})
+        assert (await client.get("/autoscale/v1/walrus")).status_code == 422
+
+
+async def test_metrics_follow_the_fleet_by_themselves() -> None:
+    async with fake_fleet(num_decoders=0) as world:
+        assert isinstance(world.fleet.autoscale, Autoscale)
+        with world.fleet.encoders.demand.admitted("a", 4000):
+            await world.until(lambda: REGISTRY.get_sample_value("tandem_autoscale_backlog_patches") == 4000.0)
