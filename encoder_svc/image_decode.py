@@ -75,4 +75,6 @@ def _grey_to_rgb(image: Image.Image) -> Image.Image:
 
 def resize_bicubic(image: Image.Image, height: int, width: int) -> RgbArray:
     """Pillow's antialiased bicubic on uint8, as the reference's PIL processor: `[height, width, 3]`."""
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)

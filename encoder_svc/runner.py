@@ -16,19 +16,21 @@ from torch import Tensor
 
 from common.embedding import CHUNK_BYTES, checksum
 from common.messages import EmbeddingHeader, Grid, WireDtype
-from common.metrics import SECONDS_BUCKETS, Counter, Histogram
+from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.tensors import DTYPES, check_finite, payload_of
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.model.vision import VisionTower
+from encoder_svc.rate import RateMeter
 
 FORWARD_SECONDS = Histogram("tandem_encoder_forward_seconds", "Time of one tower forward", buckets=SECONDS_BUCKETS)
 BATCH_ITEMS = Histogram("tandem_encoder_batch_items", "Items in one forward", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
+ATTENTION = Gauge("tandem_encoder_attention", "1 for the attention kernel that the tower uses", ["backend"])
 PATCHES = Counter("tandem_encoder_patches_total", "Patches that went through the tower")
 
 
 @dataclass(frozen=True)
 class TowerItem:
-    """One item ready for the tower: `pixel_values` is float32 `[patches, channels * temporal * patch * patch]`."""
+    """One item ready for the tower: `pixel_values` is `[patches, columns]`, in any form of `PreparedMedia`."""
 
     key: str
     grid: Grid
@@ -43,9 +45,15 @@ class TowerRunner:
         self._fingerprint = fingerprint
         self._wire_dtype: WireDtype = wire_dtype
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
-        self.patches_per_s = 0.0
+        ATTENTION.labels(tower.attention.name).set(1)
+        self._rate = RateMeter()
         self.last_forward_s = 0.0
         self.started_at: float | None = None  # when the forward that runs now began, for the liveness probe
+
+    @property
+    def patches_per_s(self) -> float:
+        """The rate of warm, full batches; 0 before the first."""
+        return self._rate.patches_per_s
 
     async def run(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
         """Embeddings of the items, in order. Raises ModelFailure for values that are not finite."""
@@ -66,15 +74,12 @@ class TowerRunner:
         FORWARD_SECONDS.observe(seconds)
         BATCH_ITEMS.observe(len(items))
         PATCHES.inc(patches)
-        rate = patches / max(seconds, 1e-6)
-        self.patches_per_s = rate if self.patches_per_s == 0.0 else 0.8 * self.patches_per_s + 0.2 * rate
+        self._rate.add(patches, seconds)
 
     def _forward(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
-        device, dtype = self._tower.device, self._tower.dtype
-        arrays = [item.pixel_values for item in items]
-        pixel_values = torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        pixel_values = [torch.from_numpy(item.pixel_values) for item in items]
         with torch.inference_mode():
-            packed = self._tower(pixel_values.to(device=device, dtype=dtype), [item.grid for item in items])
+            packed = self._tower(pixel_values, [item.grid for item in items])
             packed = packed.to(device="cpu", dtype=DTYPES[self._wire_dtype])
         merge = self._tower.config.spatial_merge_size**2
         rows = [item.pixel_values.shape[0] // merge for item in items]

@@ -1,10 +1,13 @@
 """Where each patch is: the interpolated position table and the two-axis rotary angles, in merge-block order.
 
-Owns the maths of positions of a grid. Knows nothing of the blocks. Runs in the compute thread.
+Owns the maths of positions of a frame, and the memory of the frames computed last, within a byte budget. Knows nothing
+of the blocks. Runs in the compute thread.
 Legend: `P` patches of all items, `h`, `w` rows and columns of one frame, `m` merge size, `G` side of the table.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,30 +54,77 @@ def interpolate_positions(table: Tensor, height: int, width: int, merge_size: in
     return to_merge_order(frame, merge_size)
 
 
-def position_embeds(table: Tensor, grid_thw: Sequence[Grid], merge_size: int) -> Tensor:
-    """Position embeddings of all patches [P, C] float32: one frame each, repeated over time."""
-    frames = {(h, w): interpolate_positions(table, h, w, merge_size) for h, w in {(h, w) for _, h, w in grid_thw}}
-    return torch.cat([frames[h, w].repeat(t, 1) for t, h, w in grid_thw])
-
-
-def patch_coordinates(grid_thw: Sequence[Grid], merge_size: int, device: torch.device) -> Tensor:
-    """(row, column) of every patch inside its frame: [P, 2] int64 in merge-block order."""
-    parts = []
-    for t, h, w in grid_thw:
-        rows, columns = torch.arange(h, device=device), torch.arange(w, device=device)
-        frame = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1)
-        parts.append(to_merge_order(frame, merge_size).repeat(t, 1))
-    return torch.cat(parts)
+def patch_coordinates(height: int, width: int, merge_size: int, device: torch.device) -> Tensor:
+    """(row, column) of every patch of a frame: [h*w, 2] int64 in merge-block order."""
+    rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
+    frame = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1)
+    return to_merge_order(frame, merge_size)
 
 
 def rotary_cos_sin(coordinates: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines that rotate the whole head: head_dim/4 frequencies for the row, as many for the column.
 
     coordinates  [P, 2] int64
-    returns      two of [P, head_dim] float32: (row, column) angles, doubled for the two halves of the head
+    returns      two of [P, head_dim/2] float32: (row, column) angles, which both halves of the head share
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=coordinates.device)
     frequencies = 1.0 / theta ** (exponents / (head_dim // 2))
-    angles = (coordinates[:, :, None].float() * frequencies).flatten(1)  # [P, head_dim/2]
-    angles = torch.cat([angles, angles], dim=-1)
+    angles = (coordinates[:, :, None].float() * frequencies).flatten(1)
     return angles.cos(), angles.sin()
+
+
+@dataclass(frozen=True)
+class FrameTables:
+    """What the tower needs of one frame: `position` [h*w, C] in the compute dtype; `cos`, `sin` [h*w, head_dim/2]."""
+
+    position: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the three."""
+        return self.position.nbytes + self.cos.nbytes + self.sin.nbytes
+
+
+class FrameTableCache:
+    """Tables of the frame sizes used last. For one set of weights, which must not change while it is used."""
+
+    def __init__(self, *, merge_size: int, head_dim: int, theta: float, budget_bytes: int) -> None:
+        self._merge_size = merge_size
+        self._head_dim = head_dim
+        self._theta = theta
+        self._budget_bytes = budget_bytes
+        self._tables: OrderedDict[tuple[int, int], FrameTables] = OrderedDict()
+        self.held_bytes = 0
+
+    def get(self, table: Tensor, height: int, width: int) -> FrameTables:
+        """The tables of an h x w frame, on the device and in the dtype of the learned position `table` [G*G, C]."""
+        tables = self._tables.get((height, width))
+        if tables is None:
+            tables = self._compute(table, height, width)
+            self._keep((height, width), tables)
+        else:
+            self._tables.move_to_end((height, width))
+        return tables
+
+    def rotary(self, table: Tensor, grid_thw: Sequence[Grid]) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of all items' patches, each [P, 1, 1, head_dim/2] float32."""
+        of_items = [(self.get(table, h, w), t) for t, h, w in grid_thw]
+        cos = torch.cat([tables.cos.repeat(t, 1) for tables, t in of_items])
+        sin = torch.cat([tables.sin.repeat(t, 1) for tables, t in of_items])
+        return cos[:, None, None], sin[:, None, None]
+
+    def _compute(self, table: Tensor, height: int, width: int) -> FrameTables:
+        position = interpolate_positions(table, height, width, self._merge_size).to(table.dtype)
+        coordinates = patch_coordinates(height, width, self._merge_size, table.device)
+        return FrameTables(position, *rotary_cos_sin(coordinates, self._head_dim, self._theta))
+
+    def _keep(self, size: tuple[int, int], tables: FrameTables) -> None:
+        if tables.num_bytes > self._budget_bytes:
+            return
+        self._tables[size] = tables
+        self.held_bytes += tables.num_bytes
+        while self.held_bytes > self._budget_bytes:
+            _, oldest = self._tables.popitem(last=False)
+            self.held_bytes -= oldest.num_bytes

@@ -1,7 +1,7 @@
 """Builds the vision tower and fills it from a checkpoint.
 
-Owns the map from checkpoint tensors to the tower's parameters, which is the identity. No language module is built and
-no language tensor is read. Runs once, at start.
+Owns the map from checkpoint tensors to the tower's parameters, which is the identity, and the weights derived from
+them. No language module is built and no language tensor is read. Runs once, at start.
 """
 
 from pathlib import Path
@@ -11,16 +11,27 @@ import torch
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from common.checkpoint import Destination, load_weights, read_model_config, role_tensors, without_storage
-from encoder_svc.model.attention import select_attention
+from common.processor_config import ProcessorConfig
+from encoder_svc.model.attention_choice import select_attention
 from encoder_svc.model.vision import VisionTower
 
 
-def load_vision_tower(checkpoint_dir: Path, *, dtype: torch.dtype, device: str) -> VisionTower:
-    """The tower of a checkpoint, ready to run, with the best attention backend for the device."""
+def load_vision_tower(
+    checkpoint_dir: Path, *, dtype: torch.dtype, device: str, processor: ProcessorConfig | None = None
+) -> VisionTower:
+    """The tower of a checkpoint, ready to run, with the best attention backend for the device.
+
+    With the `processor` it takes bytes of pictures as well as normalised floats.
+    """
     # transformers has parsed the part into an object; the MoE class has the same fields.
     config = cast(Qwen3VLVisionConfig, read_model_config(checkpoint_dir).vision_config)
+    attention = select_attention(
+        device, dtype, num_heads=config.num_heads, head_dim=config.hidden_size // config.num_heads
+    )
     with without_storage():
-        tower = VisionTower(config, select_attention(device, dtype))
+        tower = VisionTower(config, attention)
     destinations = {f"visual.{name}": Destination(name) for name, _ in tower.named_parameters()}
     load_weights(tower, role_tensors(checkpoint_dir, "encoder"), destinations, dtype=dtype, device=device)
+    if processor is not None:
+        tower.patch_embed.fold(processor)
     return tower.eval()

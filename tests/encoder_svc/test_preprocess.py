@@ -17,7 +17,7 @@ from common.errors import InvalidRequest, UnsupportedMedia
 from common.image_header import read_image_header
 from common.processor_config import ImageSettings, ProcessorConfig
 from common.vision_grid import image_grid, num_vision_tokens
-from encoder_svc.preprocess import pack_frames, preprocess_image
+from encoder_svc.preprocess import pack_frames, preprocess_image, read_image
 from tests.media_samples import DEMO_PROCESSOR, encoded, picture, png
 from tests.paths import SHARED, needs_shared
 
@@ -105,11 +105,21 @@ def test_a_rotated_jpeg_has_the_grid_of_its_header() -> None:
 
 def test_the_last_frame_fills_its_temporal_patch() -> None:
     first, second, third = (picture(32, 32, seed) for seed in range(3))
-    packed = pack_frames([first, second, third], (2, 2, 2), DEMO_PROCESSOR.video).pixel_values.reshape(2, 4, 3, 2, 256)
-    doubled = pack_frames([third], (1, 2, 2), DEMO_PROCESSOR.video).pixel_values.reshape(4, 3, 2, 256)
+    packed = pack_frames([first, second, third], (2, 2, 2), DEMO_PROCESSOR.video).pixel_values.reshape(2, 4, 2, 768)
+    doubled = pack_frames([third], (1, 2, 2), DEMO_PROCESSOR.video).pixel_values.reshape(4, 2, 768)
     np.testing.assert_array_equal(packed[1], doubled)
-    np.testing.assert_array_equal(doubled[:, :, 0], doubled[:, :, 1])
-    assert (packed[0][:, :, 0] != packed[0][:, :, 1]).any()
+    np.testing.assert_array_equal(doubled[:, 0], doubled[:, 1])
+    assert (packed[0][:, 0] != packed[0][:, 1]).any()
+
+
+def test_the_tower_gets_bytes_and_one_frame_of_a_still_image() -> None:
+    frame = picture(64, 32)
+    prepared = read_image(encoded(Image.fromarray(frame)), with_image(min_pixels=1024))
+    assert prepared.grid_thw == (1, 2, 4)
+    assert (prepared.pixel_values.dtype, prepared.pixel_values.shape) == (np.uint8, (8, 768))
+    # The second token's first patch lies right of the first token's two columns of patches.
+    np.testing.assert_array_equal(prepared.pixel_values[4].reshape(16, 16, 3), frame[:16, 32:48])
+    np.testing.assert_array_equal(prepared.pixel_values[2].reshape(16, 16, 3), frame[16:, :16])
 
 
 @pytest.mark.parametrize("num_frames", [0, 2, 5])

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from common.embedding import check_payload
 from common.errors import ModelFailure
@@ -15,6 +16,7 @@ from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.model.vision import VisionTower
 from encoder_svc.runner import TowerItem, TowerRunner
 from tests.encoder_svc.embeddings import FINGERPRINT, key
+from tests.media_samples import DEMO_PROCESSOR
 from tests.tiny_models import tiny_config, tiny_model
 
 GRIDS: list[Grid] = [(1, 4, 4), (1, 6, 4), (2, 2, 8)]
@@ -91,3 +93,19 @@ async def test_values_that_are_not_finite_are_a_failure_and_the_next_item_runs(
     assert runner.started_at is None
     await runner.run([item(tower, 2, (1, 4, 4))])
     assert runner.patches_per_s > 0
+
+
+async def test_bytes_of_stills_and_videos_run_in_one_batch(tower: VisionTower, runner: TowerRunner) -> None:
+    tower.patch_embed.fold(DEMO_PROCESSOR)
+    rng = np.random.default_rng(7)
+    items = [
+        TowerItem(key(number), grid, rng.integers(0, 256, (grid[0] * grid[1] * grid[2], columns), np.uint8))
+        for number, (grid, columns) in enumerate([((1, 4, 4), 768), ((2, 2, 8), 1536), ((1, 6, 4), 768)])
+    ]
+    for one, got in zip(items, await runner.run([*items, item(tower, 9, (1, 4, 4))]), strict=False):
+        (alone,) = await runner.run([one])
+        torch.testing.assert_close(tensor(got), tensor(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_a_metric_names_the_attention_kernel(tower: VisionTower, runner: TowerRunner) -> None:
+    assert REGISTRY.get_sample_value("tandem_encoder_attention", {"backend": tower.attention.name}) == 1

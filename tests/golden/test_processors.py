@@ -17,7 +17,7 @@ from common.vision_grid import (
     video_prompt,
 )
 from encoder_svc.image_decode import resize_bicubic
-from encoder_svc.preprocess import PreparedMedia, pack_frames, preprocess_image
+from encoder_svc.preprocess import PreparedMedia, normalised, pack_frames, preprocess_image
 from tests.media_samples import DEMO_PROCESSOR, encoded
 from tests.paths import SHARED, needs_shared
 
@@ -53,7 +53,8 @@ def prepared_video(row: dict[str, Any], index: int, arrays: dict[str, np.ndarray
     indices = sample_frames(len(frames), row["fps"][index], VIDEO)
     grid = video_grid(len(indices), frames.shape[2], frames.shape[1], VIDEO)
     size = grid[1] * VIDEO.patch_size, grid[2] * VIDEO.patch_size
-    return pack_frames((resize_bicubic(Image.fromarray(frames[i]), *size) for i in indices), grid, VIDEO)
+    resized = (resize_bicubic(Image.fromarray(frames[i]), *size) for i in indices)
+    return normalised(pack_frames(resized, grid, VIDEO), VIDEO)
 
 
 @parametrized_by("image_grid_thw")

@@ -1,11 +1,18 @@
 """Segmented attention: the batched form equals one segment at a time, and the choice of the backend."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
-from encoder_svc.model.attention import SdpaAttention, select_attention
+from encoder_svc.model import attention, attention_choice
+from encoder_svc.model.attention import AttentionBackend, SdpaAttention, TiledAttention
+from encoder_svc.model.attention_choice import select_attention
+from encoder_svc.model.attention_native import try_amx_attention
+
+AMX = try_amx_attention()
+needs_amx = pytest.mark.skipif(AMX is None, reason="no AMX here, or no compiled kernel")
 
 
 def attend_one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -16,18 +23,103 @@ def attend_one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths
     return torch.cat(parts)
 
 
+def qkv(lengths: list[int], heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[3, P, heads, head_dim], heads outside as the tower lays them out on a CPU."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(3, heads, sum(lengths), head_dim, generator=generator).to(dtype).transpose(1, 2)
+
+
+def attend(backend: AttentionBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> Any:
+    return backend.attend(q, k, v, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), lengths)
+
+
+@pytest.mark.parametrize("backend", [SdpaAttention(), TiledAttention()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [4, 6, 4, 4, 6, 1], [3, 7, 2]])
-def test_segments_attend_within_themselves_alone(lengths: list[int]) -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, sum(lengths), 2, 8)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    got = SdpaAttention().attend(q, k, v, cu_seqlens, lengths)
+@pytest.mark.parametrize("is_contiguous", [False, True])
+def test_segments_attend_within_themselves_alone(
+    backend: AttentionBackend, lengths: list[int], is_contiguous: bool
+) -> None:
+    q, k, v = (x.contiguous() if is_contiguous else x for x in qkv(lengths))
+    got = attend(backend, q, k, v, lengths)
     torch.testing.assert_close(got, attend_one_by_one(q, k, v, lengths), rtol=0, atol=1e-5)
 
 
-def test_cpu_and_float32_take_sdpa() -> None:
-    assert select_attention("cpu", torch.bfloat16).name == "sdpa"
+@pytest.mark.parametrize("lengths", [[700], [100] * 7])
+def test_tiles_and_groups_of_heads_that_do_not_divide_evenly(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    monkeypatch.setattr(attention, "TILE_BYTES_PER_THREAD", (150 << 10) // torch.get_num_threads())
+    q, k, v = qkv(lengths, heads=5)
+    got = attend(TiledAttention(), q, k, v, lengths)
+    torch.testing.assert_close(got, attend_one_by_one(q, k, v, lengths), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "tolerance"), [(SdpaAttention(), 3e-3), (TiledAttention(), 1e-2)])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_bfloat16_stays_near_the_exact_result(backend: AttentionBackend, tolerance: float, head_dim: int) -> None:
+    lengths = [600, 200, 200]
+    q, k, v = qkv(lengths, head_dim=head_dim, dtype=torch.bfloat16)
+    expected = attend_one_by_one(q.double(), k.double(), v.double(), lengths)
+    error = (attend(backend, q, k, v, lengths).double() - expected).abs()
+    assert error.max() <= tolerance
+
+
+def test_float32_and_float16_on_a_cpu_take_sdpa() -> None:
+    assert select_attention("cpu", torch.float32).name == "sdpa"
+    assert select_attention("cpu", torch.float16).name == "sdpa"
     assert select_attention("cuda", torch.float32).name == "sdpa"
+
+
+@needs_amx
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("lengths", "head_dim"), [([5], 64), ([33, 1, 300, 784], 72), ([257], 80), ([700], 128)])
+@pytest.mark.parametrize("is_contiguous", [False, True])
+def test_compiled_kernel_equals_the_exact_result_at_every_remainder(
+    lengths: list[int], head_dim: int, is_contiguous: bool, threads: int
+) -> None:
+    assert AMX is not None
+    q, k, v = (x.contiguous() if is_contiguous else x for x in qkv(lengths, head_dim=head_dim, dtype=torch.bfloat16))
+    expected = attend_one_by_one(q.double(), k.double(), v.double(), lengths)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = attend(AMX, q, k, v, lengths).double()
+    finally:
+        torch.set_num_threads(before)
+    assert ((got - expected).abs() <= 2**-8 * expected.abs() + 2e-3).all()
+
+
+@needs_amx
+def test_compiled_kernel_keeps_large_scores_apart_and_hides_no_nan() -> None:
+    assert AMX is not None
+    q, k, v = qkv([300], head_dim=64, dtype=torch.bfloat16) * 20
+    expected = attend_one_by_one(q.double(), k.double(), v.double(), [300])
+    got = attend(AMX, q, k, v, [300]).double()
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.999
+    k[7, 1, 3] = torch.nan
+    got = attend(AMX, q, k, v, [300])
+    assert got[:, 1].isnan().all()
+    assert not got[:, 0].isnan().any()
+
+
+@pytest.mark.parametrize(("tiled_s", "name"), [(0.5, "tiled"), (0.95, "sdpa"), (2.0, "sdpa")])
+def test_bfloat16_on_a_cpu_takes_the_tiled_kernel_only_where_it_is_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, tiled_s: float, name: str
+) -> None:
+    monkeypatch.setattr(attention_choice, "try_amx_attention", lambda: None)
+    now = 0.0
+
+    def takes(seconds: float) -> Any:
+        def run(*_: Any) -> None:
+            nonlocal now
+            now += seconds
+
+        return run
+
+    monkeypatch.setattr(attention_choice.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(SdpaAttention, "attend", takes(1.0))
+    monkeypatch.setattr(TiledAttention, "attend", takes(tiled_s))
+    assert select_attention("cpu", torch.bfloat16).name == name
 
 
 def test_cuda_in_half_precision_without_flash_attn_takes_the_kernel_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
