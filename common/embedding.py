@@ -3,17 +3,23 @@
 Pure: the same checks serve the ZMQ fetch and the Redis cache. A forward pass may assume; the wire may not.
 """
 
-import zlib
+import contextlib
+import mmap
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
+from isal import isal_zlib
 
 from common.errors import ProtocolError
-from common.messages import EmbeddingHeader, Grid
+from common.messages import EmbeddingHeader, Grid, WireDtype
 from common.wire import CHUNK_BYTES, chunks
 
 T = TypeVar("T")
+Payload: TypeAlias = bytearray | mmap.mmap
+HUGE_BYTES = 4 << 20
+
+ITEM_BYTES: dict[WireDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,10 @@ class ExpectedEmbedding:
     width: int | None = None
     levels: int | None = None
 
+    def num_bytes(self, dtype: WireDtype) -> int:
+        """Payload size in bytes, as far as it is known."""
+        return (self.rows or 0) * (self.width or 0) * ITEM_BYTES[dtype]
+
     def check(self, header: EmbeddingHeader) -> None:
         """Raise ProtocolError, naming the field and both values, unless the header is exactly what is expected."""
         for field in ("key", "fingerprint", "grid", "rows", "width", "levels"):
@@ -35,16 +45,40 @@ class ExpectedEmbedding:
                 raise ProtocolError(f"the embedding's {field} is {got}, expected {want}")
 
 
-def checksum(payload: bytes | bytearray | memoryview) -> int:
-    """CRC-32 of a payload."""
-    return zlib.crc32(payload)
+def new_payload(num_bytes: int) -> Payload:
+    """Memory to receive an embedding in.
+
+    A large one is mapped in huge pages and not cleared: filling 32 MB then costs 14 ms of one core instead of 36, since
+    a bytearray is written twice and its pages come 4 KB at a time.
+    """
+    if num_bytes < HUGE_BYTES:
+        return bytearray(num_bytes)
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
 
 
-def check_payload(header: EmbeddingHeader, payload: bytes | bytearray | memoryview) -> None:
+def checksum(payload: bytes | Payload | memoryview, before: int = 0) -> int:
+    """CRC-32 of a payload, or of what follows the bytes whose CRC-32 is `before`.
+
+    ISA-L's is the same number as zlib's at three to ten times the speed, which at 2 to 7 GB/s would cost as much as the
+    transfer itself.
+    """
+    return isal_zlib.crc32(payload, before)
+
+
+def check_payload(header: EmbeddingHeader, payload: bytes | Payload | memoryview) -> None:
     """Raise ProtocolError unless the payload has the header's length and checksum."""
     if len(payload) != header.num_bytes:
         raise ProtocolError(f"the embedding has {len(payload)} bytes, its header says {header.num_bytes}")
-    if (found := checksum(payload)) != header.checksum:
+    check_checksum(header, checksum(payload))
+
+
+def check_checksum(header: EmbeddingHeader, found: int) -> None:
+    """Raise ProtocolError unless the payload's checksum is the header's."""
+    if found != header.checksum:
         raise ProtocolError(f"the embedding's checksum is {found:08x}, its header says {header.checksum:08x}")
 
 
@@ -64,9 +98,12 @@ def unpack_stored(data: bytes, struct: type[T]) -> T:
 __all__ = [
     "CHUNK_BYTES",
     "ExpectedEmbedding",
+    "Payload",
+    "check_checksum",
     "check_payload",
     "checksum",
     "chunks",
+    "new_payload",
     "pack_manifest",
     "unpack_stored",
 ]

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import uuid
+from collections.abc import Callable
 from typing import Annotated
 
 import structlog
@@ -11,25 +12,30 @@ from cyclopts import Parameter
 
 from common import __version__
 from common.checkpoint import read_model_config, vision_fingerprint
+from common.embedding import ExpectedEmbedding
 from common.embedding_cache import EmbeddingCache
 from common.hub import resolve_checkpoint
 from common.logs import configure_logs
-from common.messages import Hello, Limits, ProbeRequest, VideoFacts
+from common.messages import Grid, Hello, Limits, ProbeRequest, VideoFacts
 from common.processor_config import ProcessorConfig
 from common.service import Service, run_service
 from common.settings import command_line
 from common.tensors import dtype_name, pick_device, pick_dtype, use_threads
 from common.transport import Authenticator, Router
+from common.vision_grid import num_patches
+from encoder_svc.batch_loop import BatchLimits
 from encoder_svc.config import EncoderSettings
 from encoder_svc.embedding_store import EmbeddingStore
+from encoder_svc.fleet_share import FleetShare
 from encoder_svc.media_reader import MediaReader
 from encoder_svc.model.vision import VisionTower
 from encoder_svc.model.weights import load_vision_tower
-from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.pipeline import EncodePipeline, QueueLimits
 from encoder_svc.runner import TowerRunner
 from encoder_svc.server import EncoderParts, EncoderServer
 from encoder_svc.shipping import Shipping
 from encoder_svc.video_source import VideoLimits
+from encoder_svc.warm_up import warm_up
 
 logger = structlog.get_logger(__name__)
 
@@ -42,7 +48,7 @@ class _Loaded:
 
 
 async def open_encoder(settings: EncoderSettings) -> EncoderServer:
-    """Load the tower, then bind the sockets: a bound encoder is a ready one."""
+    """Load the tower, bind the sockets and warm up; what arrives meanwhile is answered from then on."""
     loaded = await asyncio.to_thread(_load, settings)
     context = zmq.asyncio.Context()
     keys = settings.curve_keys()
@@ -59,6 +65,8 @@ async def open_encoder(settings: EncoderSettings) -> EncoderServer:
         )
         for name, endpoint in (("control", settings.control_endpoint), ("data", settings.data_endpoint))
     )
+    parts = _assemble(settings, loaded, control, data)
+    await warm_up(parts.runner, loaded.processor, settings.warm_up_s)
     logger.info(
         "encoder is ready",
         model=settings.model_name,
@@ -70,7 +78,7 @@ async def open_encoder(settings: EncoderSettings) -> EncoderServer:
         control=control.endpoint,
         data=data.endpoint,
     )
-    return EncoderServer(_assemble(settings, loaded, control, data), loaded.hello)
+    return EncoderServer(parts, loaded.hello)
 
 
 def _load(settings: EncoderSettings) -> _Loaded:
@@ -78,7 +86,7 @@ def _load(settings: EncoderSettings) -> _Loaded:
     processor = ProcessorConfig.load(checkpoint_dir)
     use_threads(settings.threads)
     dtype = pick_dtype(settings.dtype, read_model_config(checkpoint_dir).dtype)
-    tower = load_vision_tower(checkpoint_dir, dtype=dtype, device=pick_device(settings.device))
+    tower = load_vision_tower(checkpoint_dir, dtype=dtype, device=pick_device(settings.device), processor=processor)
     wire_dtype = settings.wire_dtype or dtype_name(dtype)
     hello = Hello(
         role="encoder",
@@ -100,7 +108,11 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
     assert wire_dtype is not None
     store = EmbeddingStore(settings.hold_bytes, settings.lease_s)
     runner = TowerRunner(loaded.tower, fingerprint=fingerprint, wire_dtype=wire_dtype)
-    cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+    share = None
+    if settings.redis:
+        cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s, wait_s=settings.cache_wait_s)
+        share = FleetShare(cache, store, loaded.hello.instance_id)
+    expected_of = _expectations(loaded)
     reader = MediaReader(
         loaded.processor,
         max_canvas_pixels=settings.max_canvas_pixels,
@@ -115,16 +127,22 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
         prepare=reader.prepare,
         runner=runner,
         store=store,
-        cache=cache,
-        max_patches_per_batch=settings.max_patches_per_batch,
-        max_items_per_batch=settings.max_items_per_batch,
-        max_queued_patches=settings.max_queued_patches,
+        share=share,
+        expected_of=expected_of,
+        bytes_of=lambda grid: expected_of("", grid).num_bytes(wire_dtype),
+        batch_limits=BatchLimits(
+            max_patches=settings.max_patches_per_batch,
+            max_items=settings.max_items_per_batch,
+            max_slice_patches=min(settings.max_patches_per_slice, settings.max_patches_per_batch),
+            max_wait_s=settings.max_batch_wait_s,
+        ),
+        queue_limits=QueueLimits(settings.max_queued_patches, settings.max_queued_bytes),
         preprocess_threads=settings.preprocess_threads,
         video_threads=settings.video_threads,
     )
 
     async def probe(request: ProbeRequest, source: memoryview) -> VideoFacts:
-        return await pipeline.probe(lambda: reader.probe(request, source))
+        return await pipeline.probe(lambda is_over: reader.probe(request, source, is_over))
 
     return EncoderParts(
         control=control,
@@ -135,6 +153,25 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
         shipping=Shipping(data, store, fingerprint),
         probe_video=probe,
     )
+
+
+def _expectations(loaded: _Loaded) -> Callable[[str, Grid], ExpectedEmbedding]:
+    """What this tower makes of an item."""
+    fingerprint = loaded.hello.fingerprint
+    assert fingerprint is not None
+    merged = loaded.tower.config.spatial_merge_size**2
+
+    def expected_of(key: str, grid: Grid) -> ExpectedEmbedding:
+        return ExpectedEmbedding(
+            key=key,
+            grid=grid,
+            fingerprint=fingerprint,
+            rows=num_patches(grid) // merged,
+            width=loaded.hello.width,
+            levels=loaded.hello.levels,
+        )
+
+    return expected_of
 
 
 def encoder(settings: Annotated[EncoderSettings, Parameter(name="*")]) -> None:

@@ -1,9 +1,12 @@
 """Which prepared items go into the next forward: in arrival order, bounded by patches and by items together.
 
-Pure: knows no torch, sockets or clock. An item larger than the patch budget runs alone, so nothing waits for ever.
+A video of more patches than one slice may have is cut between frames (frames are attention segments of their own), and
+what else waits runs between its slices, so no image waits for more than one of them. Pure: knows no torch, sockets or
+clock. What cannot be cut and exceeds the patch limit runs alone, so nothing waits for ever.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -11,40 +14,102 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Sized(Generic[T]):
-    """An item and its size in patches."""
+class Piece(Generic[T]):
+    """The frames `[first, first + num_frames)` of an item: all of them, but for an item that was cut."""
 
     item: T
-    num_patches: int
+    first: int
+    num_frames: int
+
+
+@dataclass
+class _Waiting(Generic[T]):
+    item: T
+    num_frames: int
+    patches_per_frame: int
+    taken: int = 0
+
+    @property
+    def num_patches(self) -> int:
+        return (self.num_frames - self.taken) * self.patches_per_frame
 
 
 class Batcher(Generic[T]):
-    """A queue that is taken in batches."""
+    """A queue that is taken in batches. What `is_wanted` denies meanwhile is dropped instead of taken."""
 
-    def __init__(self, max_patches: int, max_items: int) -> None:
+    def __init__(
+        self,
+        max_patches: int,
+        max_items: int,
+        *,
+        max_slice_patches: int | None = None,
+        is_wanted: Callable[[T], bool] = lambda item: True,
+    ) -> None:
         self._max_patches = max_patches
         self._max_items = max_items
-        self._waiting: deque[Sized[T]] = deque()
-        self.waiting_patches = 0
+        self._max_slice_patches = max_slice_patches or max_patches
+        self._is_wanted = is_wanted
+        self._whole: deque[_Waiting[T]] = deque()
+        self._long: deque[_Waiting[T]] = deque()
+        self._is_turn_of_long = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._whole) + len(self._long)
 
-    def add(self, item: T, num_patches: int) -> None:
-        """Queue an item."""
-        self._waiting.append(Sized(item, num_patches))
-        self.waiting_patches += num_patches
+    @property
+    def waiting_patches(self) -> int:
+        """Patches that were added and not taken."""
+        return sum(waiting.num_patches for waiting in (*self._whole, *self._long))
 
-    def next_batch(self) -> list[T]:
-        """Take as many of the oldest items as fit both limits, at least one; empty when nothing waits."""
-        batch: list[T] = []
+    @property
+    def is_full(self) -> bool:
+        """Whether waiting longer could not make the next batch larger."""
+        if self._long and (self._is_turn_of_long or not self._whole):
+            return True
+        patches = sum(waiting.num_patches for waiting in self._whole)
+        return len(self._whole) >= self._max_items or patches >= self._max_patches
+
+    def add(self, item: T, num_patches: int, num_frames: int = 1) -> None:
+        """Queue an item, whose patches are of `num_frames` equal frames that may run apart."""
+        waiting = _Waiting(item, num_frames, num_patches // num_frames)
+        is_long = num_frames > 1 and num_patches > self._max_slice_patches
+        (self._long if is_long else self._whole).append(waiting)
+
+    def next_batch(self) -> list[Piece[T]]:
+        """Take the next pieces, at least one; empty when nothing waits.
+
+        A slice of a long item runs alone and takes turns with batches of the others.
+        """
+        self.drop_unwanted()
+        is_long = bool(self._long) and (self._is_turn_of_long or not self._whole)
+        self._is_turn_of_long = not is_long
+        return [self._next_slice()] if is_long else self._next_whole()
+
+    def _next_slice(self) -> Piece[T]:
+        head = self._long[0]
+        count = max(1, self._max_slice_patches // head.patches_per_frame)
+        piece = Piece(head.item, head.taken, min(count, head.num_frames - head.taken))
+        head.taken += piece.num_frames
+        if head.taken == head.num_frames:
+            self._long.popleft()
+        return piece
+
+    def _next_whole(self) -> list[Piece[T]]:
+        batch: list[Piece[T]] = []
         patches = 0
-        while self._waiting and len(batch) < self._max_items:
-            head = self._waiting[0]
+        while self._whole and len(batch) < self._max_items:
+            head = self._whole[0]
             if batch and patches + head.num_patches > self._max_patches:
                 break
-            self._waiting.popleft()
-            batch.append(head.item)
+            self._whole.popleft()
+            batch.append(Piece(head.item, 0, head.num_frames))
             patches += head.num_patches
-        self.waiting_patches -= patches
         return batch
+
+    def drop_unwanted(self) -> None:
+        """Forget what is not wanted any more, and the memory that it holds."""
+        for queue in (self._whole, self._long):
+            if not all(self._is_wanted(waiting.item) for waiting in queue):
+                wanted = [waiting for waiting in queue if self._is_wanted(waiting.item)]
+                queue.clear()
+                queue.extend(wanted)

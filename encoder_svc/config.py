@@ -33,6 +33,9 @@ class EncoderSettings(CommonSettings):
     threads: int = 0
     """Threads of the forward pass on CPU; 0 takes the cores that this process may use."""
 
+    warm_up_s: float = 10.0
+    """Seconds that first forwards of common sizes may take before the encoder is ready."""
+
     preprocess_threads: int = max(1, (os.cpu_count() or 1) // 2)
     """Threads that decode and resize images."""
 
@@ -45,11 +48,22 @@ class EncoderSettings(CommonSettings):
     max_items_per_batch: int = 64
     """Items in one forward."""
 
+    max_patches_per_slice: int = 4096
+    """A video of more patches is encoded in slices of whole frames, between which other items run."""
+
+    max_batch_wait_s: float = 0.05
+    """Seconds that a batch which is not full waits for images that are being prepared at that moment; when there are
+    none it does not wait."""
+
     max_queued_patches: int = 1_048_576
     """Patches admitted and not yet encoded, above which requests are refused as overloaded."""
 
+    max_queued_bytes: int = 1 << 30
+    """Bytes of media files admitted and not yet encoded, above which requests are refused as overloaded."""
+
     hold_bytes: int = 2 << 30
-    """Memory for embeddings that are held for decoders, and kept for repeats."""
+    """Memory for embeddings that are held for decoders, and kept for repeats. Room for an item's embedding is reserved
+    before it is encoded."""
 
     lease_s: float = 120.0
     """Seconds that an embedding is kept for a request that neither fetched nor released it."""

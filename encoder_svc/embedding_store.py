@@ -1,8 +1,9 @@
 """Embeddings that this encoder holds: under leases while requests need them, then as an LRU within a byte budget.
 
-Owns the memory accounting: what is leased stays, what is not is evicted oldest first, and nothing is admitted that
-would exceed the budget. A lease belongs to one request and ends by `release` or by its time, so a gateway that died
-leaks nothing. Pure but for the buffers it holds: `now` is an argument. Used on the event loop only.
+Owns the memory accounting: what is leased or being sent stays, what is not is evicted oldest first, and room is
+reserved before an item is encoded, so nothing is computed that has no place. A lease belongs to one request and ends by
+`release` or by its time, so a gateway that died leaks nothing. Pure but for the buffers it holds: `now` is an argument.
+Used on the event loop only.
 """
 
 from collections import OrderedDict
@@ -24,6 +25,11 @@ class HeldEmbedding:
 class _Entry:
     embedding: HeldEmbedding
     leases: dict[str, float] = field(default_factory=dict)  # request id -> time at which the lease ends
+    num_pins: int = 0  # transfers that read it now
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.leases) or self.num_pins > 0
 
 
 class EmbeddingStore:
@@ -34,12 +40,14 @@ class EmbeddingStore:
         self._lease_s = lease_s
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._keys_by_request: dict[str, set[str]] = {}
+        self._reserved: dict[str, int] = {}
         self.held_bytes = 0
+        self.reserved_bytes = 0
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that cannot be evicted now."""
-        return sum(e.embedding.header.num_bytes for e in self._entries.values() if e.leases)
+        """Bytes that cannot be evicted now: under a lease, or being sent."""
+        return sum(e.embedding.header.num_bytes for e in self._entries.values() if e.is_needed)
 
     @property
     def num_leases(self) -> int:
@@ -63,20 +71,53 @@ class EmbeddingStore:
         self._keys_by_request.setdefault(request_id, set()).add(key)
         return True
 
-    def put(self, embedding: HeldEmbedding) -> None:
-        """Hold an embedding, evicting unleased ones for it. Raises Overloaded when leased ones fill the budget."""
-        key, num_bytes = embedding.header.key, embedding.header.num_bytes
-        if key in self._entries:
+    def reserve(self, key: str, num_bytes: int) -> None:
+        """Keep room for an item that will be put, evicting unneeded ones for it. Raises Overloaded when there is none.
+
+        An item larger than the whole budget gets room when nothing else needs any.
+        """
+        if key in self._reserved:
             return
-        self._evict_until(self._budget_bytes - num_bytes)
-        if self._entries and self.held_bytes + num_bytes > self._budget_bytes:
+        self._evict_until(self._budget_bytes - self.reserved_bytes - num_bytes)
+        taken = self.held_bytes + self.reserved_bytes
+        if taken and taken + num_bytes > self._budget_bytes:
             raise Overloaded(
-                f"the encoder holds {self.held_bytes} bytes that requests still need, of {self._budget_bytes}, "
+                f"the encoder holds {taken} bytes that requests still need, of {self._budget_bytes}, "
                 f"and has no room for {num_bytes} more: try again later",
                 retry_after_s=1.0,
             )
+        self._reserved[key] = num_bytes
+        self.reserved_bytes += num_bytes
+
+    def unreserve(self, key: str) -> None:
+        """Give back the room kept for an item, if there is any."""
+        self.reserved_bytes -= self._reserved.pop(key, 0)
+
+    def put(self, embedding: HeldEmbedding) -> None:
+        """Hold an embedding, in the room reserved for it or in what is left. Raises Overloaded as `reserve` does."""
+        key, num_bytes = embedding.header.key, embedding.header.num_bytes
+        if key in self._entries:
+            self.unreserve(key)
+            return
+        if self._reserved.get(key) != num_bytes:
+            self.unreserve(key)
+            self.reserve(key, num_bytes)
+        self.unreserve(key)
         self._entries[key] = _Entry(embedding)
         self.held_bytes += num_bytes
+
+    def pin(self, key: str) -> HeldEmbedding | None:
+        """An embedding that stays until `unpin`, for whoever sends it, or None when it is not held."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry.num_pins += 1
+        return entry.embedding
+
+    def unpin(self, key: str) -> None:
+        """A transfer has ended."""
+        self._entries[key].num_pins -= 1
+        self._evict_until(self._budget_bytes)
 
     def release(self, request_id: str) -> None:
         """End all leases of a request."""
@@ -113,7 +154,7 @@ class EmbeddingStore:
     def _evict_until(self, limit_bytes: int) -> None:
         if self.held_bytes <= limit_bytes:
             return
-        for key in [key for key, entry in self._entries.items() if not entry.leases]:
+        for key in [key for key, entry in self._entries.items() if not entry.is_needed]:
             self.held_bytes -= self._entries.pop(key).embedding.header.num_bytes
             if self.held_bytes <= limit_bytes:
                 return

@@ -4,14 +4,16 @@ Owns the limits of one item and the memory of videos probed before: the gateway 
 its encoding soon after, and the frames to take need not be found out twice. Called in the encoder's media threads.
 """
 
+import dataclasses
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 
 from common.errors import InvalidRequest
 from common.messages import EncodeRequest, ProbeRequest, VideoFacts
 from common.processor_config import ProcessorConfig
-from encoder_svc.preprocess import PreparedMedia, preprocess_image, preprocess_video
+from encoder_svc.preprocess import PreparedMedia, read_image, read_video
 from encoder_svc.video_decode import VideoProbe, probe_video
 from encoder_svc.video_source import VideoLimits
 
@@ -28,13 +30,19 @@ class MediaReader:
         self._probes: OrderedDict[str, VideoProbe] = OrderedDict()
         self._lock = threading.Lock()
 
-    def prepare(self, request: EncodeRequest, source: memoryview) -> PreparedMedia:
-        """An item's patches. Raises InvalidRequest when they are not of the grid that its header promised."""
+    def prepare(
+        self, request: EncodeRequest, source: memoryview, is_over: Callable[[], bool] = lambda: False
+    ) -> PreparedMedia:
+        """An item's patches. Raises InvalidRequest when they are not of the grid that its header promised.
+
+        A video that is being read stops soon after `is_over` says so, with `Cancelled`.
+        """
         processor = self._processor.with_options(request.options)
         if request.modality == "image":
-            prepare = partial(preprocess_image, max_canvas_pixels=self._max_canvas_pixels)
+            prepare = partial(read_image, max_canvas_pixels=self._max_canvas_pixels)
         else:
-            prepare = partial(preprocess_video, limits=self._video_limits, probe=self._remembered(request.key))
+            limits = dataclasses.replace(self._video_limits, is_over=is_over)
+            prepare = partial(read_video, limits=limits, probe=self._remembered(request.key))
         prepared = prepare(bytes(source), processor)
         if prepared.grid_thw != request.expected_grid:
             raise InvalidRequest(
@@ -43,12 +51,15 @@ class MediaReader:
             )
         return prepared
 
-    def probe(self, request: ProbeRequest, source: memoryview) -> VideoFacts:
-        """A video's grid, frames and time stamps."""
+    def probe(
+        self, request: ProbeRequest, source: memoryview, is_over: Callable[[], bool] = lambda: False
+    ) -> VideoFacts:
+        """A video's grid, frames and time stamps. Stops soon after `is_over` says so, with `Cancelled`."""
         probe = self._remembered(request.key)
         if probe is None:
             processor = self._processor.with_options(request.options)
-            probe = probe_video(bytes(source), processor, limits=self._video_limits)
+            limits = dataclasses.replace(self._video_limits, is_over=is_over)
+            probe = probe_video(bytes(source), processor, limits=limits)
             self._remember(request.key, probe)
         return VideoFacts(grid=probe.grid_thw, frame_indices=probe.frame_indices, timestamps=probe.timestamps)
 

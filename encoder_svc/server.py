@@ -20,6 +20,7 @@ from common.messages import (
     Cancel,
     EncodeReply,
     EncodeRequest,
+    ErrorDetail,
     Fetch,
     FetchCredit,
     Hello,
@@ -29,7 +30,7 @@ from common.messages import (
     Release,
     VideoFacts,
 )
-from common.metrics import Gauge
+from common.metrics import Counter, Gauge
 from common.transport import Received, Router
 from common.wire import error_detail
 from encoder_svc.embedding_store import EmbeddingStore
@@ -41,8 +42,9 @@ logger = structlog.get_logger(__name__)
 
 HELD_BYTES = Gauge("tandem_encoder_held_bytes", "Bytes of embeddings in memory")
 LEASES = Gauge("tandem_encoder_leases", "Leases that have not ended")
+UTILISATION = Gauge("tandem_encoder_compute_utilisation", "Share of the last seconds that the compute thread worked")
+ERRORS = Counter("tandem_encoder_errors_total", "Items and probes answered with an error", ["code"])
 REPORT_EVERY_S = 0.5
-STALLED_AFTER_S = 600.0
 HAND_OVER_POLL_S = 0.02
 HAND_OVER_S = 5.0  # a drain waits so long for decoders to fetch what was promised to them
 MAX_REMEMBERED_CANCELS = 10_000
@@ -71,6 +73,7 @@ class EncoderServer:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._running: set[asyncio.Task[None]] = set()
+        self._busy_at = (time.monotonic(), 0.0)  # a moment, and how long the compute thread had worked by then
 
     @property
     def is_draining(self) -> bool:
@@ -79,9 +82,8 @@ class EncoderServer:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether one forward takes longer than any should."""
-        started = self._parts.runner.started_at
-        return started is not None and time.monotonic() - started > STALLED_AFTER_S
+        """Whether the compute thread makes no progress for longer than the largest legal batch takes."""
+        return self._parts.pipeline.batches.is_stalled(time.monotonic())
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -187,12 +189,17 @@ class EncoderServer:
             if request.fingerprint != self._hello.fingerprint:
                 raise ProtocolError("the request is for another vision tower than this encoder's (fingerprint differs)")
             async with _deadline(request.time_left_s):
-                was_held, times = await self._parts.pipeline.encode(request, source)
+                encoded = await self._parts.pipeline.encode(request, source)
             held = self._parts.store.get(request.key)
-            num_bytes = held.header.num_bytes if held is not None else 0
-            reply = msgspec.structs.replace(reply, was_held=was_held, times=times, num_bytes=num_bytes)
+            reply = msgspec.structs.replace(
+                reply,
+                was_held=encoded.was_held,
+                times=encoded.times,
+                num_bytes=held.header.num_bytes if held is not None else 0,
+                elsewhere=encoded.elsewhere,
+            )
         except Exception as exc:  # whatever one item does, the gateway gets an answer
-            reply = msgspec.structs.replace(reply, error=error_detail(_as_ours(exc, request.request_id)))
+            reply = msgspec.structs.replace(reply, error=_answer(exc, request.request_id))
         self._parts.data.try_send(peer, reply)
 
     async def _probe(self, peer: bytes, request: ProbeRequest, source: memoryview) -> None:
@@ -202,7 +209,7 @@ class EncoderServer:
             async with _deadline(request.time_left_s):
                 reply = msgspec.structs.replace(reply, facts=await self._parts.probe_video(request, source))
         except Exception as exc:  # whatever one video does, the gateway gets an answer
-            reply = msgspec.structs.replace(reply, error=error_detail(_as_ours(exc, request.request_id)))
+            reply = msgspec.structs.replace(reply, error=_answer(exc, request.request_id))
         self._parts.data.try_send(peer, reply)
 
     def _admit(self, request_id: str) -> None:
@@ -218,8 +225,16 @@ class EncoderServer:
             self._parts.shipping.expire(now)
             HELD_BYTES.set(self._parts.store.held_bytes)
             LEASES.set(self._parts.store.num_leases)
+            self._measure_utilisation(now)
             self._report()
             await asyncio.sleep(REPORT_EVERY_S)
+
+    def _measure_utilisation(self, now: float) -> None:
+        before, busy_before = self._busy_at
+        busy_s = self._parts.pipeline.batches.busy_s_at(now)
+        if now > before:
+            UTILISATION.set(min(1.0, (busy_s - busy_before) / (now - before)))
+        self._busy_at = (now, busy_s)
 
     def _report(self) -> None:
         pipeline, rate = self._parts.pipeline, self._parts.runner.patches_per_s
@@ -245,11 +260,14 @@ def replace_hello(hello: Hello, *, is_ready: bool | None = None, is_draining: bo
     )
 
 
-def _as_ours(exc: Exception, request_id: str) -> TandemError:
-    if isinstance(exc, TandemError):
-        return exc
-    logger.error("an item failed", request_id=request_id, exc_info=exc)
-    return ModelFailure("the encoder failed on this item: report it with the request id")
+def _answer(exc: Exception, request_id: str) -> ErrorDetail:
+    """An exception as the gateway is told of it."""
+    if not isinstance(exc, TandemError):
+        logger.error("an item failed", request_id=request_id, exc_info=exc)
+        exc = ModelFailure("the encoder failed on this item: report it with the request id")
+    detail = error_detail(exc)
+    ERRORS.labels(detail.code).inc()
+    return detail
 
 
 @contextlib.asynccontextmanager

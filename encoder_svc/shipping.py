@@ -1,8 +1,8 @@
 """Sends held embeddings to whoever fetches them, in chunks, never more than the receiver has room for.
 
 Owns the sessions of running fetches: each has credit, which the receiver renews, and ends when the last chunk is
-sent, when the receiver says so, or at its deadline. Chunks are views of the held payload: no copy is made. Runs on
-the event loop.
+sent, when the receiver says so, or at its deadline; until then what it sends stays in the store. Chunks are views of
+the held payload: no copy is made. Runs on the event loop.
 """
 
 import time
@@ -12,7 +12,7 @@ import structlog
 
 from common.errors import Overloaded, PeerUnreachable, ProtocolError, TandemError
 from common.messages import Fetch, FetchChunk, FetchCredit, FetchReply
-from common.metrics import Counter, Gauge
+from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.transport import Router
 from common.wire import error_detail
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
@@ -21,6 +21,9 @@ logger = structlog.get_logger(__name__)
 
 FETCHES = Counter("tandem_encoder_fetches_total", "Embeddings asked for by decoders", ["outcome"])
 SENT_BYTES = Counter("tandem_encoder_sent_bytes_total", "Payload bytes sent to decoders")
+SHIP_SECONDS = Histogram(
+    "tandem_encoder_ship_seconds", "Time of one fetch, from the first chunk to the last", buckets=SECONDS_BUCKETS
+)
 BYTES_IN_FLIGHT = Gauge("tandem_encoder_bytes_in_flight", "Payload bytes of fetches that have not finished")
 
 MAX_SESSIONS = 4096
@@ -31,6 +34,7 @@ LONGEST_FETCH_S = 120.0
 class _Session:
     embedding: HeldEmbedding
     deadline: float
+    began: float
     next_index: int = 0
 
 
@@ -56,8 +60,10 @@ class Shipping:
             FETCHES.labels("refused").inc()
             self._router.try_send(peer, FetchReply(fetch_id=fetch.fetch_id, error=error_detail(error)))
             return
-        deadline = time.monotonic() + min(fetch.time_left_s, LONGEST_FETCH_S)
-        self._sessions[peer, fetch.fetch_id] = _Session(embedding, deadline)
+        now = time.monotonic()
+        if (peer, fetch.fetch_id) in self._sessions:  # the receiver forgot one, as a restarted process does
+            self._end(peer, fetch.fetch_id, "given_up")
+        self._sessions[peer, fetch.fetch_id] = _Session(embedding, now + min(fetch.time_left_s, LONGEST_FETCH_S), now)
         if self._router.try_send(peer, FetchReply(fetch_id=fetch.fetch_id, header=embedding.header)):
             self._send_chunks(peer, fetch.fetch_id, fetch.credit)
         else:
@@ -82,7 +88,8 @@ class Shipping:
             raise ProtocolError("the fetch is for another vision tower than this encoder's (fingerprint differs)")
         if len(self._sessions) >= MAX_SESSIONS:
             raise Overloaded(f"{MAX_SESSIONS} fetches run here, which is the limit: try again later")
-        if (embedding := self._store.get(fetch.key)) is None:
+        self._store.get(fetch.key)  # counts as a use of it
+        if (embedding := self._store.pin(fetch.key)) is None:
             raise ProtocolError("the embedding is not held here (any more)")
         return embedding
 
@@ -103,6 +110,9 @@ class Shipping:
         BYTES_IN_FLIGHT.set(self.bytes_in_flight)
 
     def _end(self, peer: bytes, fetch_id: str, outcome: str) -> None:
-        del self._sessions[peer, fetch_id]
+        session = self._sessions.pop((peer, fetch_id))
+        self._store.unpin(session.embedding.header.key)
+        if outcome == "sent":
+            SHIP_SECONDS.observe(time.monotonic() - session.began)
         FETCHES.labels(outcome).inc()
         BYTES_IN_FLIGHT.set(self.bytes_in_flight)

@@ -1,9 +1,9 @@
 """Video bytes to a stream of decoded frames, for the containers that we accept.
 
-Owns the container and codec lists, the limits, and what a frame is: upright, RGB on demand. MP4/MOV and WebM go
-through PyAV, GIF through Pillow (so that a GIF's first frame is the picture that `image_url` gives). The demuxer is
-chosen by the file's first bytes and may open nothing but those bytes. Knows nothing of sampling or grids. Runs in the
-encoder's media threads.
+Owns the container and codec lists, the limits, and what a frame is: upright, RGB on demand. MP4/MOV and WebM/MKV go
+through PyAV, GIF and lists of JPEG through Pillow (so that a frame is the picture that `image_url` gives). The demuxer
+is chosen by the file's first bytes and may open nothing but those bytes. Knows nothing of sampling or grids. Runs in
+the encoder's media threads.
 """
 
 import time
@@ -17,13 +17,15 @@ import av
 import numpy as np
 from PIL import Image
 
-from common.errors import MediaTooLarge, UnsupportedMedia
+from common.errors import Cancelled, MediaTooLarge, UnsupportedMedia
 from common.image_header import decoding_errors_mapped, open_image
-from encoder_svc.image_decode import to_rgb
+from encoder_svc.image_decode import load_rgb_image, to_rgb
+from encoder_svc.jpeg_frames import JPEG_START, split_jpegs
 
 VIDEO_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg"})
 VideoPacket: TypeAlias = "av.packet.Packet[av.video.stream.VideoStream]"
 _STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
+_OLD_MOV_ATOMS = (b"moov", b"mdat", b"wide", b"free", b"skip")  # QuickTime files of before 2000 begin with these
 # Browsers and ffmpeg play GIF frames that claim 10 ms or less at 100 ms.
 _GIF_SHORTEST_MS = 10
 _GIF_DEFAULT_MS = 100
@@ -31,7 +33,10 @@ _GIF_DEFAULT_MS = 100
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """What one video may cost. `num_threads` are the codec's own threads, besides the media thread."""
+    """What one video may cost. `num_threads` are the codec's own threads, besides the media thread.
+
+    `is_over` is asked with each frame whether anybody still wants the video.
+    """
 
     max_bytes: int = 256 * 1024 * 1024
     max_frames: int = 54_000
@@ -39,6 +44,7 @@ class VideoLimits:
     max_canvas_pixels: int = 7680 * 4320
     max_decode_s: float = 60.0
     num_threads: int = 1
+    is_over: Callable[[], bool] = lambda: False
 
 
 class DecodedFrame(NamedTuple):
@@ -67,11 +73,16 @@ def open_video(data: bytes, limits: VideoLimits) -> FrameSource:
         )
     if data.startswith((b"GIF87a", b"GIF89a")):
         return _GifSource(data, limits)
-    if data[4:8] == b"ftyp" and data[8:12] not in _STILL_BRANDS:
+    if data.startswith(JPEG_START):
+        return _JpegListSource(data, limits)
+    if (data[4:8] == b"ftyp" and data[8:12] not in _STILL_BRANDS) or data[4:8] in _OLD_MOV_ATOMS:
         return _ContainerSource(data, "mp4", limits)
     if data.startswith(b"\x1a\x45\xdf\xa3"):
         return _ContainerSource(data, "matroska", limits)
-    raise UnsupportedMedia("the video's format is not supported: send MP4, WebM or GIF; stills go as image_url")
+    raise UnsupportedMedia(
+        "the video's format is not supported: send MP4, MOV, WebM, MKV, GIF or a list of JPEG frames; "
+        "stills go as image_url"
+    )
 
 
 def bounded_frames(source: FrameSource, limits: VideoLimits) -> Generator[DecodedFrame, None, None]:
@@ -93,13 +104,16 @@ def check_canvas(width: int, height: int, limits: VideoLimits) -> None:
 
 
 class _Stopwatch:
-    """Raises when decoding takes too long: a file of a few kilobytes can ask for hours of work."""
+    """Raises when decoding takes too long, as a file of a few kilobytes can ask for hours of work, or is in vain."""
 
     def __init__(self, limits: VideoLimits) -> None:
+        self._is_over = limits.is_over
         self._limit_s = limits.max_decode_s
         self._deadline = time.monotonic() + limits.max_decode_s
 
     def check(self) -> None:
+        if self._is_over():
+            raise Cancelled("nobody waits for the video any more")
         if time.monotonic() > self._deadline:
             raise MediaTooLarge(
                 f"the video takes more than {self._limit_s:g} s to decode: send a shorter or smaller one"
@@ -220,6 +234,27 @@ class _GifSource:
                 duration_ms = float(image.info.get("duration", 0))
                 self._duration_ms += duration_ms if duration_ms > _GIF_SHORTEST_MS else _GIF_DEFAULT_MS
                 yield DecodedFrame(image.width, image.height, lambda: to_rgb(image))
+
+
+class _JpegListSource:
+    """JPEG pictures one after another. Nothing says how fast they play."""
+
+    def __init__(self, data: bytes, limits: VideoLimits) -> None:
+        self._data = data
+        self._limits = limits
+
+    def fps(self) -> float | None:
+        return None
+
+    def frames(self) -> Iterator[DecodedFrame]:
+        stopwatch = _Stopwatch(self._limits)
+        for index, jpeg in enumerate(split_jpegs(self._data, self._limits.max_frames)):
+            stopwatch.check()
+            try:
+                image = load_rgb_image(bytes(jpeg), max_canvas_pixels=self._limits.max_canvas_pixels)
+            except UnsupportedMedia as exc:
+                raise UnsupportedMedia(f"frame {index} of the list cannot be decoded: {exc.message}") from exc
+            yield DecodedFrame(image.width, image.height, lambda image=image: image)  # type: ignore[misc]
 
 
 def _try_load_frame(image: Image.Image, index: int) -> bool:

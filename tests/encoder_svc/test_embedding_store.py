@@ -88,6 +88,58 @@ def test_one_lease_of_a_request_can_end_alone(store: EmbeddingStore) -> None:
     assert store.leased_bytes == 0
 
 
+def test_room_is_reserved_before_and_nothing_else_may_take_it(store: EmbeddingStore) -> None:
+    for number in range(4):
+        store.put(held(number))
+    store.reserve(key(9), 8 * 1024)
+    assert (store.held_bytes, store.reserved_bytes) == (2 * 1024, 8 * 1024)  # two that nobody needs have gone
+    for number in (2, 3):
+        store.lease(key(number), "r", 0.0)
+    with pytest.raises(Overloaded):
+        store.reserve(key(10), 1024)
+    with pytest.raises(Overloaded):
+        store.put(held(10))
+    store.put(held(9, 8 * 1024))
+    assert (store.held_bytes, store.reserved_bytes) == (BUDGET, 0)
+
+
+def test_room_that_is_not_used_is_given_back_once(store: EmbeddingStore) -> None:
+    store.reserve(key(1), 4096)
+    store.reserve(key(1), 4096)
+    assert store.reserved_bytes == 4096
+    store.unreserve(key(1))
+    store.unreserve(key(1))
+    assert store.reserved_bytes == 0
+
+
+def test_an_embedding_of_another_size_than_was_reserved_needs_room_of_its_own(store: EmbeddingStore) -> None:
+    store.reserve(key(1), 1024)
+    store.put(held(1, 2048))
+    assert (store.held_bytes, store.reserved_bytes) == (2048, 0)
+    store.put(held(2, 8 * 1024))
+    store.lease(key(2), "r", 0.0)
+    store.lease(key(1), "r", 0.0)
+    store.reserve(key(3), 0)
+    with pytest.raises(Overloaded):
+        store.put(held(3, 2048))
+    assert store.reserved_bytes == 0
+
+
+def test_what_is_pinned_stays_until_its_last_transfer_has_ended(store: EmbeddingStore) -> None:
+    store.put(held(0))
+    assert store.pin(key(0)) is store.pin(key(0)) is store.get(key(0))
+    assert store.pin(key(1)) is None
+    for number in range(1, 12):
+        store.put(held(number))
+    assert store.get(key(0)) is not None
+    store.unpin(key(0))
+    assert store.leased_bytes == 1024
+    store.unpin(key(0))
+    assert store.leased_bytes == 0
+    store.put(held(20, BUDGET))
+    assert store.get(key(0)) is None
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Any order of calls, against a model: which items are held, and who leases what until when."""
 

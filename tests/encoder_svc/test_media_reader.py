@@ -6,7 +6,7 @@ from common.errors import InvalidRequest, MediaTooLarge
 from common.messages import EncodeRequest, Grid, MediaOptions, Modality, ProbeRequest
 from encoder_svc import media_reader
 from encoder_svc.media_reader import MediaReader
-from encoder_svc.preprocess import preprocess_video
+from encoder_svc.preprocess import read_video
 from encoder_svc.video_source import VideoLimits
 from tests.media_samples import DEMO_PROCESSOR, flat_frames, png, video_file
 
@@ -51,14 +51,12 @@ def test_a_probed_video_is_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert subject.probe(probe_request(), memoryview(VIDEO)) == facts
     assert len(probed) == 1
     prepared = subject.prepare(encode_request("video", facts.grid), memoryview(VIDEO))
-    expected = preprocess_video(VIDEO, DEMO_PROCESSOR)
+    expected = read_video(VIDEO, DEMO_PROCESSOR)
     assert (prepared.pixel_values == expected.pixel_values).all()
 
 
 def test_a_video_that_was_never_probed_here_is_read_all_the_same() -> None:
-    prepared = reader().prepare(
-        encode_request("video", preprocess_video(VIDEO, DEMO_PROCESSOR).grid_thw), memoryview(VIDEO)
-    )
+    prepared = reader().prepare(encode_request("video", read_video(VIDEO, DEMO_PROCESSOR).grid_thw), memoryview(VIDEO))
     assert prepared.pixel_values.shape[0] > 0
 
 

@@ -10,11 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.embedding import ExpectedEmbedding
 from common.errors import InvalidRequest, ModelFailure, Overloaded, UnsupportedMedia
 from common.messages import EmbeddingHeader, EncodeRequest
+from encoder_svc.batch_loop import BatchLimits
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
+from encoder_svc.fleet_share import FleetShare
 from encoder_svc.media_reader import MediaReader
-from encoder_svc.pipeline import MAX_PROBES, EncodePipeline
+from encoder_svc.pipeline import MAX_PROBES, Encoded, EncodePipeline, QueueLimits
 from encoder_svc.preprocess import PreparedMedia
 from encoder_svc.runner import TowerItem
 from encoder_svc.video_source import VideoLimits
@@ -53,10 +56,27 @@ class FakeRunner:
 
 @dataclass
 class FakeCache:
-    """Keeps what it is given, when it is let to."""
+    """Keeps what it is given, when it is let to, and the claims. `place` is where it says that items are."""
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     stored: list[str] = field(default_factory=list)
+    claims: set[str] = field(default_factory=set)
+    place: str | None = None
+    claim_gate: asyncio.Event | None = None
+
+    async def claim(self, expected: ExpectedEmbedding, owner: str, *, take_over: bool) -> str | None:
+        if self.claim_gate is not None:
+            await self.claim_gate.wait()
+        if self.place is not None and not take_over:
+            return self.place
+        self.claims.add(expected.key)
+        return None
+
+    async def renew_claims(self, keys: Sequence[str], owner: str) -> None:
+        assert set(keys) <= self.claims
+
+    async def end_claim(self, key: str) -> None:
+        self.claims.discard(key)
 
     async def put(self, header: EmbeddingHeader, payload: memoryview) -> bool:
         await self.gate.wait()
@@ -100,21 +120,26 @@ def request(number: int, request_id: str, **fields: Any) -> EncodeRequest:
 
 @contextlib.asynccontextmanager
 async def running(
-    *, budget_bytes: int = 1 << 20, cache_queue_items: int = 64, is_open: bool = True, **limits: Any
+    *, budget_bytes: int = 1 << 20, cache_queue_items: int = 64, is_open: bool = True, **changes: Any
 ) -> AsyncIterator[Bench]:
     runner, store, cache = FakeRunner(), EmbeddingStore(budget_bytes, 60.0), FakeCache()
     if is_open:
         runner.gate.set()
         cache.gate.set()
-    options: dict[str, Any] = {"max_patches_per_batch": 4096, "max_items_per_batch": 8, "max_queued_patches": 1 << 20}
+    limits: dict[str, Any] = {"max_patches": 4096, "max_items": 8, "max_slice_patches": 4096, "max_wait_s": 0.0}
+    limits.update({name: changes.pop(name) for name in limits if name in changes})
+    queue_limits = QueueLimits(changes.pop("max_queued_patches", 1 << 20), changes.pop("max_queued_bytes", 1 << 24))
     pipeline = EncodePipeline(
         prepare=MediaReader(DEMO_PROCESSOR, max_canvas_pixels=1 << 24, video_limits=VideoLimits()).prepare,
         runner=runner,  # type: ignore[arg-type]
         store=store,
-        cache=cache,  # type: ignore[arg-type]
+        share=FleetShare(cache, store, "e1", max_queued_items=cache_queue_items),  # type: ignore[arg-type]
+        expected_of=lambda name, grid: ExpectedEmbedding(name, grid, FINGERPRINT),
+        bytes_of=lambda grid: runner.num_bytes,
+        batch_limits=BatchLimits(**limits),
+        queue_limits=queue_limits,
         preprocess_threads=2,
-        cache_queue_items=cache_queue_items,
-        **{**options, **limits},
+        **changes,
     )
     async with background(pipeline.run()):
         yield Bench(pipeline, runner, store, cache)
@@ -124,11 +149,11 @@ async def running(
 
 async def test_an_item_is_held_and_leased_and_offered_to_the_cache() -> None:
     async with running() as bench:
-        was_held, times = await bench.start(1)
-        assert not was_held
-        assert times.preprocess_s > 0
+        encoded = await bench.start(1)
+        assert not encoded.was_held
+        assert encoded.times.preprocess_s > 0
         assert bench.store.num_leases == 1
-        assert await bench.start(1, "again") == (True, type(times)())
+        assert await bench.start(1, "again") == Encoded(was_held=True)
         assert bench.runner.batches == [[key(1)]]
         await eventually(lambda: bench.cache.stored == [key(1)])
         bench.assert_idle()
@@ -142,6 +167,8 @@ async def test_sixteen_requests_for_one_item_run_it_once() -> None:
         await asyncio.gather(*tasks)
         assert bench.runner.batches == [[key(1)]]
         assert bench.store.num_leases == 16
+        bench.cache.gate.set()
+        await bench.pipeline.drained()
         for index in range(16):
             bench.store.release(f"r{index}")
         assert bench.store.leased_bytes == 0
@@ -187,7 +214,7 @@ async def test_a_request_that_comes_as_the_last_one_leaves_is_served() -> None:
         await asyncio.sleep(0)  # the cancellation is on its way
         coming = bench.start(1, "comes")
         bench.runner.gate.set()
-        assert (await coming)[0] is False
+        assert not (await coming).was_held
         assert bench.store.num_leases == 1
         with pytest.raises(asyncio.CancelledError):
             await leaving
@@ -213,16 +240,16 @@ async def test_one_request_that_asks_twice_and_leaves_once_still_waits() -> None
         first.cancel()
         await asyncio.wait({first})
         bench.runner.gate.set()
-        assert (await second)[0] is False
+        assert not (await second).was_held
         assert bench.store.num_leases == 1
 
 
 async def test_items_that_arrive_while_the_tower_works_share_the_next_batch() -> None:
-    async with running(is_open=False, max_items_per_batch=3) as bench:
+    async with running(is_open=False, max_items=3) as bench:
         first = bench.start(0)
         await eventually(lambda: bench.runner.batches)
         tasks = [bench.start(number) for number in range(1, 6)]
-        await eventually(lambda: len(bench.pipeline._batcher) == 5)
+        await eventually(lambda: bench.pipeline.batches.num_waiting == 5)
         bench.runner.gate.set()
         await asyncio.gather(first, *tasks)
         assert [len(batch) for batch in bench.runner.batches] == [1, 3, 2]
@@ -246,7 +273,7 @@ async def test_an_item_that_makes_the_forward_fail_fails_alone(error: Exception)
         first = bench.start(0)
         await eventually(lambda: bench.runner.batches)
         tasks = [bench.start(number) for number in range(1, 8)]
-        await eventually(lambda: len(bench.pipeline._batcher) == 7)
+        await eventually(lambda: bench.pipeline.batches.num_waiting == 7)
         bench.runner.gate.set()
         results = await asyncio.gather(first, *tasks, return_exceptions=True)
         failed = [index for index, result in enumerate(results) if isinstance(result, BaseException)]
@@ -267,7 +294,7 @@ async def test_a_grid_that_the_header_did_not_promise_is_refused() -> None:
 async def test_a_video_is_encoded_like_a_picture() -> None:
     async with running() as bench:
         source = video_file(flat_frames(8, 64, 64))
-        assert (await bench.start(1, modality="video", expected_grid=(2, 4, 4), source=source))[0] is False
+        assert not (await bench.start(1, modality="video", expected_grid=(2, 4, 4), source=source)).was_held
 
 
 async def test_more_patches_than_the_queue_takes_are_refused_as_overload() -> None:
@@ -286,7 +313,7 @@ async def test_more_patches_than_the_queue_takes_are_refused_as_overload() -> No
 
 async def test_an_item_larger_than_the_whole_queue_is_taken_when_it_is_alone() -> None:
     async with running(max_queued_patches=1) as bench:
-        assert (await bench.start(1))[0] is False
+        assert not (await bench.start(1)).was_held
 
 
 async def test_a_store_full_of_leases_refuses_and_recovers() -> None:
@@ -300,16 +327,20 @@ async def test_a_store_full_of_leases_refuses_and_recovers() -> None:
 
 
 async def test_items_of_one_batch_do_not_evict_each_other_before_they_are_leased() -> None:
-    async with running(is_open=False, budget_bytes=1024) as bench:
+    async with running(is_open=False, budget_bytes=3072) as bench:
         first = bench.start(0)
         await eventually(lambda: bench.runner.batches)
         tasks = [bench.start(number) for number in (1, 2)]
-        await eventually(lambda: len(bench.pipeline._batcher) == 2)
+        await eventually(lambda: bench.pipeline.batches.num_waiting == 2)
         bench.runner.gate.set()
         await first
         bench.store.release("r0")
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert bench.store.num_leases == sum(not isinstance(result, BaseException) for result in results)
+        await asyncio.gather(*tasks)
+        bench.cache.gate.set()
+        await bench.pipeline.drained()
+        await bench.start(3)
+        assert all(bench.store.get(key(number)) is not None for number in (1, 2, 3))
+        assert bench.store.num_leases == 3
 
 
 async def test_a_slow_cache_delays_no_answer_and_a_full_queue_drops_the_write() -> None:
@@ -341,10 +372,12 @@ async def test_videos_that_take_long_hold_up_no_image(monkeypatch: pytest.Monkey
     async with running() as bench:
         prepare = bench.pipeline._prepare
 
-        def slow_for_videos(request: EncodeRequest, source: memoryview) -> PreparedMedia:
+        def slow_for_videos(
+            request: EncodeRequest, source: memoryview, is_unwanted: Callable[[], bool]
+        ) -> PreparedMedia:
             if request.modality == "video":
                 is_over.wait(30)
-            return prepare(msgspec.structs.replace(request, modality="image"), source)
+            return prepare(msgspec.structs.replace(request, modality="image"), source, is_unwanted)
 
         monkeypatch.setattr(bench.pipeline, "_prepare", slow_for_videos)
         videos = [bench.start(number, modality="video") for number in range(3)]
@@ -358,10 +391,10 @@ async def test_videos_that_take_long_hold_up_no_image(monkeypatch: pytest.Monkey
 async def test_too_many_waiting_probes_are_refused_and_count_no_more_afterwards() -> None:
     is_over = threading.Event()
     async with running() as bench:
-        probes = [asyncio.create_task(bench.pipeline.probe(lambda: is_over.wait(30))) for _ in range(MAX_PROBES)]
+        probes = [asyncio.create_task(bench.pipeline.probe(lambda _: is_over.wait(30))) for _ in range(MAX_PROBES)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
-            await bench.pipeline.probe(lambda: True)
+            await bench.pipeline.probe(lambda _: True)
         is_over.set()
         assert await asyncio.gather(*probes) == [True] * MAX_PROBES
-        assert await bench.pipeline.probe(lambda: "read") == "read"
+        assert await bench.pipeline.probe(lambda _: "read") == "read"

@@ -34,7 +34,7 @@ from common.tensors import tensor_of
 from common.transport import Dealer, Received, Router
 from encoder_svc.__main__ import _assemble, _load, _Loaded
 from encoder_svc.config import EncoderSettings
-from encoder_svc.preprocess import preprocess_image
+from encoder_svc.preprocess import read_image
 from encoder_svc.server import EncoderParts, EncoderServer
 from tests.common.sockets import background, can_send, eventually, hello, ipc_address, zmq_context
 from tests.encoder_svc.embeddings import key
@@ -160,9 +160,9 @@ async def test_an_encoded_picture_is_fetched_byte_for_byte(loaded: _Loaded, tmp_
         assert header is not None
         assert reply.num_bytes == header.num_bytes
         check_payload(header, payload)
-        prepared = preprocess_image(PICTURE, loaded.processor)
+        prepared = read_image(PICTURE, loaded.processor)
         with torch.inference_mode():
-            expected = loaded.tower(torch.from_numpy(prepared.pixel_values), [prepared.grid_thw])
+            expected = loaded.tower([torch.from_numpy(prepared.pixel_values)], [prepared.grid_thw])
         assert torch.equal(tensor_of(header, bytearray(payload)), expected)
         assert (await bench.encode(request_id="r2")).was_held
         for request_id in ("r1", "r2"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from common.embedding import checksum
+from common.errors import Overloaded
 from common.messages import Fetch, FetchChunk, FetchCredit, FetchReply
 from common.transport import Dealer, Received, Router
 from encoder_svc import shipping as shipping_module
@@ -120,17 +121,20 @@ async def test_two_fetches_of_one_item_do_not_disturb_each_other() -> None:
         assert [m.index for m in arrived if isinstance(m, FetchChunk) and m.fetch_id == "f1"] == [0, 1]
 
 
-async def test_what_was_evicted_meanwhile_is_still_sent_whole() -> None:
+async def test_what_is_being_sent_stays_within_the_budget_until_it_is_sent_whole() -> None:
     async with bench() as b:
         b.fetch(1)
         await received(b.decoder)
         await b.chunks(1)
-        for number in range(2, 5):
-            b.store.put(held(number, 1 << 20))
-        assert b.store.get(b.item.header.key) is None
+        with pytest.raises(Overloaded):
+            b.store.put(held(2, 1 << 20))
+        assert b.store.leased_bytes == b.item.header.num_bytes
         b.renew(4096)
         arrived = await b.chunks(9)
         assert b"".join(bytes(one.payload[0]) for one in arrived) == b.item.payload[CHUNK:]
+        assert b.store.leased_bytes == 0
+        b.store.put(held(2, 1 << 20))
+        assert b.store.get(b.item.header.key) is None
 
 
 async def test_a_receiver_that_left_ends_its_session() -> None:

@@ -18,7 +18,7 @@ from common.errors import MediaTooLarge, TandemError, UnsupportedMedia
 from common.image_header import IMAGE_FORMATS
 from common.messages import MediaOptions
 from encoder_svc.image_decode import load_rgb
-from encoder_svc.preprocess import preprocess_video
+from encoder_svc.preprocess import preprocess_video, read_video
 from encoder_svc.video_decode import load_sampled_frames, probe_video
 from encoder_svc.video_source import VideoLimits, readable_packets
 from tests.media_samples import (
@@ -131,8 +131,8 @@ def test_a_kept_probe_gives_the_same_patches() -> None:
     data = video_file([picture(96, 64, seed) for seed in range(9)], 4)
     probe = probe_video(data, DEMO_PROCESSOR)
     np.testing.assert_array_equal(
-        preprocess_video(data, DEMO_PROCESSOR, probe=probe).pixel_values,
-        preprocess_video(data, DEMO_PROCESSOR).pixel_values,
+        read_video(data, DEMO_PROCESSOR, probe=probe).pixel_values,
+        read_video(data, DEMO_PROCESSOR).pixel_values,
     )
 
 
@@ -200,7 +200,7 @@ def test_every_limit_holds_in_every_container(limits: VideoLimits, named: str, k
     ids=["empty", "text", "concat", "hls", "dash", "avi", "png"],
 )
 def test_other_containers_are_refused_by_their_first_bytes(data: bytes) -> None:
-    with pytest.raises(UnsupportedMedia, match="MP4, WebM or GIF"):
+    with pytest.raises(UnsupportedMedia, match="send MP4, MOV, WebM, MKV, GIF or a list of JPEG frames"):
         probe_video(data, DEMO_PROCESSOR)
 
 

