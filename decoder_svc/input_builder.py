@@ -32,31 +32,53 @@ def build_model_input(
 
     return ModelInput(
         input_ids=on_device(np.array(token_ids, np.int64)),
-        positions=on_device(np.concatenate([_positions(chunk) for chunk in chunks], axis=1)),
-        slot_mapping=on_device(np.concatenate([_slots(chunk, block_size) for chunk in chunks])),
+        positions=on_device(_positions(chunks, starts)),
+        slot_mapping=on_device(_slots(chunks, starts, block_size)),
         cu_seqlens_q=on_device(starts.astype(np.int32)),
         context_lens=on_device(np.array([chunk.end for chunk in chunks], np.int32)),
         block_tables=on_device(_block_tables(chunks, block_size)),
         vision_rows=on_device(vision_rows),
         vision_embeds=None if vision_embeds is None else vision_embeds.to(device, non_blocking=True),
-        logits_rows=on_device(np.array([starts[i + 1] - 1 for i, c in enumerate(chunks) if c.gives_token], np.int64)),
+        logits_rows=on_device(_logits_rows(chunks, starts)),
     )
 
 
-def _positions(chunk: Chunk) -> NDArray[np.int64]:
-    """[3, tokens of the chunk]: the prompt's own positions, then index + delta on all axes."""
-    prompt = chunk.sequence.prompt
-    of_prompt = prompt.positions[:, chunk.start : chunk.end]
-    first_output = max(chunk.start, chunk.sequence.num_prompt_tokens)
-    of_output = np.arange(first_output, max(chunk.end, first_output), dtype=np.int64) + prompt.delta
-    return np.concatenate([of_prompt, np.broadcast_to(of_output, (3, len(of_output)))], axis=1)
+def _logits_rows(chunks: Seq[Chunk], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows whose logits are wanted: of each chunk those for the prompt's log probabilities, then the newest token's."""
+    rows: list[int] = []
+    for chunk, start in zip(chunks, starts.tolist(), strict=False):
+        rows += range(start, start + chunk.num_prompt_rows)
+        if chunk.gives_token:
+            rows.append(start + chunk.num_tokens - 1)
+    return np.array(rows, np.int64)
 
 
-def _slots(chunk: Chunk, block_size: int) -> NDArray[np.int64]:
-    """The KV slot of each token of the chunk."""
-    index = np.arange(chunk.start, chunk.end, dtype=np.int64)
-    blocks = np.array(chunk.sequence.block_table, np.int64)
-    return blocks[index // block_size] * block_size + index % block_size
+def _positions(chunks: Seq[Chunk], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[3, T]: the prompt's own positions, then index + delta on all axes."""
+    positions = np.empty((3, starts[-1]), np.int64)
+    for chunk, row in zip(chunks, starts.tolist(), strict=False):
+        prompt, prompt_len = chunk.sequence.prompt, chunk.sequence.num_prompt_tokens
+        if chunk.num_tokens == 1 and chunk.start >= prompt_len:  # most chunks; each microsecond is paid 64 times a step
+            positions[:, row] = chunk.start + prompt.delta
+            continue
+        split, end = row + max(0, min(chunk.end, prompt_len) - chunk.start), row + chunk.num_tokens
+        positions[:, row:split] = prompt.positions[:, chunk.start : chunk.end]
+        positions[:, split:end] = np.arange(chunk.start + split - row, chunk.end) + prompt.delta
+    return positions
+
+
+def _slots(chunks: Seq[Chunk], starts: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """[T]: the KV slot of each token."""
+    slots = np.empty(starts[-1], np.int64)
+    for chunk, row in zip(chunks, starts.tolist(), strict=False):
+        table, first = chunk.sequence.block_table, chunk.start // block_size
+        if chunk.num_tokens == 1:
+            slots[row] = table[first] * block_size + chunk.start % block_size
+            continue
+        offsets = np.arange(chunk.start, chunk.end) - first * block_size
+        blocks = np.array(table[first : -(-chunk.end // block_size)], np.int64)
+        slots[row : row + chunk.num_tokens] = blocks[offsets // block_size] * block_size + offsets % block_size
+    return slots
 
 
 def _block_tables(chunks: Seq[Chunk], block_size: int) -> NDArray[np.int32]:

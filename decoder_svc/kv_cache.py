@@ -1,10 +1,11 @@
-"""The paged KV cache: one pool of blocks for keys and one for values.
+"""The paged KV cache: one pool of blocks that hold keys and values.
 
 Owns the pool's memory and layout. Knows nothing of sequences: who holds which block is the block manager's.
 Written and read by the compute thread alone.
 
-Layout: `[layers, kv_heads, blocks, block_size * head_dim]`. Gathering a sequence's blocks is then one
-`index_select` with long contiguous rows, the fastest of the layouts tried for decoding on CPU.
+Layout: `[layers, blocks, kv_heads, 2, block_size, head_dim]`, keys then values. What one head reads of a block is one
+piece of memory (4 KiB for 16 tokens of 64 dimensions in half precision), so a kernel that walks a block table streams
+it, and gathering is one `index_select` of long rows in whatever order the caller wants them.
 """
 
 import torch
@@ -29,15 +30,26 @@ class KVCache:
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        shape = (num_layers, num_kv_heads, num_blocks, block_size * head_dim)
+        shape = (num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim)
         # Zeros, not empty: pages are touched on first use, and stale memory could hold NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        heads = torch.arange(2 * num_kv_heads, device=device)
+        self._units = (heads.view(num_kv_heads, 2) * block_size).flatten()  # first row of each head's keys and values
 
     @property
     def num_bytes(self) -> int:
-        """Memory of both pools."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        """Memory of the pool."""
+        return self.pool.numel() * self.pool.element_size()
+
+    @property
+    def keys(self) -> Tensor:
+        """All keys: a view [layers, blocks, kv_heads, block_size, head_dim]."""
+        return self.pool[:, :, :, 0]
+
+    @property
+    def values(self) -> Tensor:
+        """All values: a view [layers, blocks, kv_heads, block_size, head_dim]."""
+        return self.pool[:, :, :, 1]
 
     def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of new tokens.
@@ -45,21 +57,34 @@ class KVCache:
         slot_mapping  [T] int64                    block * block_size + offset, all different
         k, v          [T, kv_heads, head_dim]
         """
-        for pool, new in ((self.keys, k), (self.values, v)):
-            slots = pool[layer].view(self.num_kv_heads, -1, self.head_dim)
-            slots.index_copy_(1, slot_mapping, new.transpose(0, 1))
+        block, offset = slot_mapping // self.block_size, slot_mapping % self.block_size
+        first = block * (2 * self.num_kv_heads * self.block_size) + offset
+        rows = (first[:, None] + self._units).flatten()
+        new = torch.stack([k, v], dim=2).view(-1, self.head_dim)
+        self.pool[layer].view(-1, self.head_dim).index_copy_(0, rows, new)
 
-    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of whole blocks, in order.
+    def rows_of(self, blocks: Tensor) -> Tensor:
+        """Where `gather` finds blocks, to be computed once for all layers of a step.
 
-        blocks   [b] int
-        returns  two of [kv_heads, b * block_size, head_dim]
+        blocks   [..., b] int
+        returns  int64, flat: for keys, then values, for each of the leading axes, each head, the blocks in order
         """
-        shape = (self.num_kv_heads, -1, self.head_dim)
-        keys = self.keys[layer].index_select(1, blocks).view(shape)
-        return keys, self.values[layer].index_select(1, blocks).view(shape)
+        kinds = torch.arange(2, device=blocks.device).view(2, *[1] * (blocks.dim() + 1))
+        heads = torch.arange(self.num_kv_heads, device=blocks.device)[:, None]
+        rows = (blocks.long()[..., None, :] * self.num_kv_heads + heads) * 2
+        return (rows + kinds).flatten()
+
+    def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of whole blocks.
+
+        rows     of `rows_of` for blocks [b], or [d, b]
+        returns  keys and values, flat: [d, kv_heads, b * block_size, head_dim] in memory
+        """
+        found = self.pool[layer].view(-1, self.block_size * self.head_dim).index_select(0, rows)
+        keys, values = found.view(2, -1)
+        return keys, values
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Both pools of a layer as [blocks, block_size, kv_heads, head_dim] views, for paged kernels."""
-        shape = (self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim)
-        return self.keys[layer].view(shape).permute(1, 2, 0, 3), self.values[layer].view(shape).permute(1, 2, 0, 3)
+        """Keys and values of a layer as [blocks, block_size, kv_heads, head_dim] views, for paged kernels."""
+        keys, values = self.pool[layer].unbind(2)
+        return keys.transpose(1, 2), values.transpose(1, 2)

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.kernels import NativeKernels, TorchKernels
 from decoder_svc.model_input import ModelInput
 
 # Rows of a prefill tile: its scores stay in cache, and keys after the tile are never touched.
 QUERY_TILE = 128
+# Keys and values that a decode batch gathers at once: more would leave the processor's second cache before it is used.
+DECODE_TILE_BYTES = 1 << 20
 # flash-attn's paged kernel takes only such blocks.
 FLASH_BLOCK_MULTIPLE = 256
 
@@ -32,7 +35,7 @@ class PagedAttention(Protocol):
         """What logs and metrics call this backend."""
         ...
 
-    def prepare(self, model_input: ModelInput, block_size: int) -> Any:
+    def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> Any:
         """The plan of a step, to be passed to `attend`."""
         ...
 
@@ -43,26 +46,26 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One sequence with several new tokens: its rows `[start, end)`, its blocks and its context."""
+    """One sequence with several new tokens: its rows `[start, end)`, its context, and where the cache holds it."""
 
     start: int
     end: int
     context_len: int
-    blocks: Tensor
+    gather_rows: Tensor
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Sequences with one new token each and contexts of similar length.
+    """Sequences with one new token each and contexts of similar length, few enough to be gathered at once.
 
-    rows     [d] int64        rows of the step
-    blocks   [d * b] int      b blocks of each, padded
-    invalid  [d, b * block_size] bool, True beyond a context
-    padding  (sequence, position) of each True, int64
+    rows         [d] int64        rows of the step
+    gather_rows  int64            where the cache holds b blocks of each, padded
+    invalid      [d, 1, b * block_size] bool, True beyond a context
+    padding      (sequence, position) of each True, int64
     """
 
     rows: Tensor
-    blocks: Tensor
+    gather_rows: Tensor
     invalid: Tensor
     padding: tuple[Tensor, Tensor]
 
@@ -80,32 +83,13 @@ class TorchPagedAttention:
 
     name = "torch"
 
-    def prepare(self, model_input: ModelInput, block_size: int) -> TorchPlan:
-        starts = model_input.cu_seqlens_q.tolist()
-        contexts = model_input.context_lens.tolist()
-        prefills: list[PrefillPlan] = []
-        by_size: dict[int, list[int]] = {}
-        for seq, context in enumerate(contexts):
-            num_blocks = -(-context // block_size)
-            if starts[seq + 1] - starts[seq] > 1:
-                blocks = model_input.block_tables[seq, :num_blocks]
-                prefills.append(PrefillPlan(starts[seq], starts[seq + 1], context, blocks))
-            elif starts[seq + 1] > starts[seq]:
-                # Contexts within a factor of two share a batch, so padding at most doubles the work.
-                by_size.setdefault(num_blocks.bit_length(), []).append(seq)
-        decodes = [self._plan_decode(model_input, seqs, block_size) for seqs in by_size.values()]
-        return TorchPlan(prefills, decodes)
-
-    @staticmethod
-    def _plan_decode(model_input: ModelInput, seqs: list[int], block_size: int) -> DecodePlan:
-        device = model_input.block_tables.device
-        index = torch.tensor(seqs, device=device)
-        contexts = model_input.context_lens[index]
-        num_blocks = -(-int(contexts.max()) // block_size)
-        blocks = model_input.block_tables[index, :num_blocks]
-        invalid = torch.arange(num_blocks * block_size, device=device) >= contexts[:, None]
-        sequence, position = invalid.nonzero(as_tuple=True)
-        return DecodePlan(model_input.cu_seqlens_q[index].long(), blocks.flatten(), invalid, (sequence, position))
+    def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> TorchPlan:
+        decoding = _decoding(model_input)
+        block_bytes = 2 * kv_cache.num_kv_heads * kv_cache.block_size * kv_cache.head_dim * kv_cache.pool.itemsize
+        sizes = {seq: -(-context // kv_cache.block_size) for seq, context in decoding.items()}
+        groups = decode_groups(sizes, max(1, DECODE_TILE_BYTES // block_bytes))
+        decodes = [_plan_decode(model_input, group, kv_cache) for group in groups]
+        return TorchPlan(_plan_prefills(model_input, kv_cache), decodes)
 
     def attend(self, q: Tensor, kv_cache: KVCache, layer: int, plan: TorchPlan) -> Tensor:
         out = torch.empty_like(q)
@@ -116,42 +100,133 @@ class TorchPagedAttention:
         return out
 
 
+def decode_groups(num_blocks: dict[int, int], max_blocks: int) -> list[list[int]]:
+    """Sequences that are gathered together, each set padded to its longest: at most `max_blocks`, or one sequence.
+
+    Contexts within a factor of two share a group, so padding at most doubles the work.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for seq, count in sorted(num_blocks.items(), key=lambda item: -item[1]):
+        if groups and 2 * count >= longest and longest * (len(groups[-1]) + 1) <= max_blocks:
+            groups[-1].append(seq)
+        else:
+            groups.append([seq])
+            longest = count
+    return groups
+
+
+def _decoding(model_input: ModelInput) -> dict[int, int]:
+    """Sequences with one new token, and their contexts."""
+    starts, contexts = model_input.cu_seqlens_q.tolist(), model_input.context_lens.tolist()
+    return {seq: context for seq, context in enumerate(contexts) if starts[seq + 1] - starts[seq] == 1}
+
+
+def _plan_prefills(model_input: ModelInput, kv_cache: KVCache) -> list[PrefillPlan]:
+    """Sequences with more than one new token."""
+    starts, contexts = model_input.cu_seqlens_q.tolist(), model_input.context_lens.tolist()
+    prefills = []
+    for seq, context in enumerate(contexts):
+        if starts[seq + 1] - starts[seq] > 1:
+            blocks = model_input.block_tables[seq, : -(-context // kv_cache.block_size)]
+            prefills.append(PrefillPlan(starts[seq], starts[seq + 1], context, kv_cache.rows_of(blocks)))
+    return prefills
+
+
+def _plan_decode(model_input: ModelInput, seqs: list[int], kv_cache: KVCache) -> DecodePlan:
+    device, block_size = model_input.block_tables.device, kv_cache.block_size
+    index = torch.tensor(seqs, device=device)
+    contexts = model_input.context_lens[index]
+    num_blocks = -(-int(contexts.max()) // block_size)
+    gather_rows = kv_cache.rows_of(model_input.block_tables[index, :num_blocks])
+    invalid = torch.arange(num_blocks * block_size, device=device) >= contexts[:, None]
+    sequence, position = invalid.nonzero(as_tuple=True)
+    rows = model_input.cu_seqlens_q[index].long()
+    return DecodePlan(rows, gather_rows, invalid[:, None], (sequence, position))
+
+
 def _attend_prefill(q: Tensor, kv_cache: KVCache, layer: int, plan: PrefillPlan) -> Tensor:
     """New tokens of one sequence over its whole context, the last of which they are.
 
     q        [n, heads, D]
     returns  [n, heads, D]
     """
-    keys, values = kv_cache.gather(layer, plan.blocks)
     num_new, num_heads, head_dim = q.shape
+    kv_heads = kv_cache.num_kv_heads
+    keys, values = (x.view(kv_heads, -1, head_dim) for x in kv_cache.gather(layer, plan.gather_rows))
     num_old = plan.context_len - num_new
-    grouped = (q * head_dim**-0.5).view(num_new, kv_cache.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    grouped = (q * head_dim**-0.5).view(num_new, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     out = torch.empty_like(q)
+    # Only the square where a tile's own keys are can lie in the future.
+    size = min(num_new, QUERY_TILE)
+    future = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
     for start in range(0, num_new, QUERY_TILE):
         tile = grouped[:, :, start : start + QUERY_TILE]
         rows, visible = tile.shape[2], num_old + start + tile.shape[2]
-        scores = torch.matmul(tile.flatten(1, 2), keys[:, :visible].transpose(1, 2))
-        # Only the square where the tile's own keys are can lie in the future.
-        future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
-        scores.view(*tile.shape[:3], visible)[..., visible - rows :].masked_fill_(future, float("-inf"))
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        mixed = torch.matmul(weights, values[:, :visible]).view(tile.shape)
+        scores = torch.bmm(tile.flatten(1, 2), keys[:, :visible].transpose(1, 2))
+        own = scores.view(*tile.shape[:3], visible)[..., visible - rows :]
+        own.add_(future[:rows, :rows])  # many times as fast as masked_fill_ in rows that are not dense
+        weights = torch.softmax(scores, dim=-1)  # in float32 inside, whatever the dtype
+        mixed = torch.bmm(weights, values[:, :visible]).view(tile.shape)
         out[start : start + rows] = mixed.permute(2, 0, 1, 3).reshape(rows, num_heads, head_dim)
     return out
 
 
 def _attend_decode(q: Tensor, kv_cache: KVCache, layer: int, plan: DecodePlan) -> Tensor:
     """One new token of each sequence over its context: q [d, heads, D] -> [d, heads, D]."""
-    num_seqs, _, head_dim = q.shape
-    kv_heads = kv_cache.num_kv_heads
-    keys, values = (x.view(kv_heads, num_seqs, -1, head_dim) for x in kv_cache.gather(layer, plan.blocks))
-    # Beyond a context lie other sequences' values. Weight zero is not enough: zero times NaN is NaN.
+    num_seqs, num_heads, head_dim = q.shape
+    pairs = num_seqs * kv_cache.num_kv_heads
+    keys, values = (x.view(pairs, -1, head_dim) for x in kv_cache.gather(layer, plan.gather_rows))
     sequence, position = plan.padding
-    values[:, sequence, position] = 0
-    grouped = (q * head_dim**-0.5).view(num_seqs, kv_heads, -1, head_dim).transpose(0, 1)
-    scores = torch.matmul(grouped, keys.transpose(2, 3)).masked_fill_(plan.invalid[:, None], float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(weights, values).transpose(0, 1).flatten(1, 2)
+    if len(sequence):
+        # Beyond a context lie other sequences' values. Weight zero is not enough: zero times NaN is NaN.
+        values.view(num_seqs, kv_cache.num_kv_heads, -1, head_dim)[sequence, :, position] = 0
+    scores = torch.bmm((q * head_dim**-0.5).view(pairs, -1, head_dim), keys.transpose(1, 2))
+    if len(sequence):
+        scores.view(num_seqs, num_heads, -1).masked_fill_(plan.invalid, float("-inf"))
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
+
+
+@dataclass(frozen=True)
+class NativePlan:
+    """A step, split by kind; of what decodes, sequences and rows (int64), with the step's tables and contexts."""
+
+    prefills: list[PrefillPlan]
+    decoding: Tensor
+    rows: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+
+
+class NativePagedAttention:
+    """Decoding by the compiled kernel, which reads the blocks where they lie; prefill as in torch's form. CPU only."""
+
+    name = "compiled"
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+        self._torch = TorchPagedAttention()
+
+    def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> NativePlan | TorchPlan:
+        decoding = torch.tensor(list(_decoding(model_input)), dtype=torch.int64)
+        if not self._kernels.can_attend(kv_cache, model_input.block_tables, model_input.context_lens):
+            return self._torch.prepare(model_input, kv_cache)
+        rows = model_input.cu_seqlens_q[decoding].long()
+        prefills = _plan_prefills(model_input, kv_cache)
+        return NativePlan(prefills, decoding, rows, model_input.block_tables, model_input.context_lens)
+
+    def attend(self, q: Tensor, kv_cache: KVCache, layer: int, plan: NativePlan | TorchPlan) -> Tensor:
+        if isinstance(plan, TorchPlan):
+            return self._torch.attend(q, kv_cache, layer, plan)
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        for prefill in plan.prefills:
+            out[prefill.start : prefill.end] = _attend_prefill(q[prefill.start : prefill.end], kv_cache, layer, prefill)
+        if len(plan.rows):
+            self._kernels.attend_decode(
+                q, kv_cache, layer, plan.block_tables, plan.context_lens, plan.decoding, plan.rows, out
+            )
+        return out
 
 
 @dataclass(frozen=True)
@@ -173,7 +248,7 @@ class FlashPagedAttention:
     def __init__(self) -> None:
         self._varlen: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_varlen_func
 
-    def prepare(self, model_input: ModelInput, block_size: int) -> FlashPlan:
+    def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> FlashPlan:
         starts, contexts = model_input.cu_seqlens_q.tolist(), model_input.context_lens
         cu_seqlens_k = torch.nn.functional.pad(contexts.cumsum(0), (1, 0)).to(torch.int32)
         longest_q = max(end - start for start, end in itertools.pairwise(starts))
@@ -196,10 +271,12 @@ class FlashPagedAttention:
         )
 
 
-def select_attention(device: torch.device | str, dtype: torch.dtype, block_size: int) -> PagedAttention:
-    """flash-attn where it is installed and can run, else plain torch."""
+def select_attention(
+    device: torch.device | str, dtype: torch.dtype, block_size: int, kernels: TorchKernels | NativeKernels
+) -> PagedAttention:
+    """flash-attn where it is installed and can run, the compiled kernel where it was built, else plain torch."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     can_run = torch.device(device).type == "cuda" and is_half and block_size % FLASH_BLOCK_MULTIPLE == 0
     if can_run and importlib.util.find_spec("flash_attn") is not None:
         return FlashPagedAttention()
-    return TorchPagedAttention()
+    return NativePagedAttention(kernels) if isinstance(kernels, NativeKernels) else TorchPagedAttention()

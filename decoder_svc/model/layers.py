@@ -16,20 +16,26 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from common.errors import CheckpointError
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.attention import PagedAttention
+from decoder_svc.model.kernels import Heads, Kernels
+from decoder_svc.model.linear import Linear
 from decoder_svc.model.moe import SparseMoeBlock
-from decoder_svc.model.mrope import rotate
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all layers of one step share: rotary angles, where new KV goes, and how to attend."""
+    """What all layers of one step share: rotary angles, where new KV goes, how to attend and who does the small work.
+
+    cos, sin      [T, D/2] float32
+    slot_mapping  [T] int64
+    """
 
     cos: Tensor
     sin: Tensor
     slot_mapping: Tensor
     kv_cache: KVCache
+    kernels: Kernels
     attention: PagedAttention
     plan: Any
 
@@ -51,11 +57,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+    def forward(self, hidden: Tensor, kernels: Kernels, delta: Tensor | None = None) -> Tensor:
+        """[T, size] -> [T, size]; with a `delta`, `hidden` takes it in first."""
+        return kernels.rms_norm(hidden, self.weight, self.eps, delta)
 
 
 class TextAttention(nn.Module):
@@ -67,18 +71,24 @@ class TextAttention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
         out_rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, out_rows, bias=config.attention_bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
+        self.qkv_proj = Linear(config.hidden_size, out_rows, bias=config.attention_bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, layer: int, step: StepContext) -> Tensor:
         """[T, H] -> [T, H]; writes the new keys and values to the cache, then attends over it."""
-        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_dim)
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q = rotate(self.q_norm(q), step.cos, step.sin)
-        k = rotate(self.k_norm(k), step.cos, step.sin)
-        step.kv_cache.write(layer, step.slot_mapping, k, v)
+        heads = Heads(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.eps,
+        )
+        q = step.kernels.store_heads(
+            self.qkv_proj(hidden), heads, step.cos, step.sin, step.slot_mapping, step.kv_cache, layer
+        )
         mixed = step.attention.attend(q, step.kv_cache, layer, step.plan)
         out: Tensor = self.o_proj(mixed.flatten(1))
         return out
@@ -89,14 +99,13 @@ class TextMLP(nn.Module):
 
     def __init__(self, config: Qwen3VLTextConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.activation = activation(config.hidden_act)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, kernels: Kernels) -> Tensor:
         """[T, H] -> [T, H]."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(self.activation(gate) * up)
+        out: Tensor = self.down_proj(kernels.gate(self.gate_up_proj(hidden), self.activation))
         return out
 
 
@@ -116,10 +125,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
-        """[T, H] -> [T, H], a new tensor."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), self.layer_idx, step)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        """[T, H] -> [T, H], in place."""
+        mixed = self.self_attn(self.input_layernorm(hidden, step.kernels), self.layer_idx, step)
+        normed = self.post_attention_layernorm(hidden, step.kernels, mixed)
+        return hidden.add_(self.mlp(normed, step.kernels))
 
 
 def is_moe_layer(config: Qwen3VLTextConfig, layer_idx: int) -> bool:

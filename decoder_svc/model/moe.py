@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoder_svc.model.kernels import Kernels
+
 
 class Router(nn.Module):
     """Scores the experts: softmax over all, the best k, weights scaled to sum to one (always, as the reference)."""
@@ -45,16 +47,34 @@ class Experts(nn.Module):
         """
         choices = experts.flatten()
         order = choices.argsort(stable=True)
-        tokens = order // experts.shape[1]
-        gathered, scale = hidden[tokens], weights.flatten()[order, None]
-        out = torch.zeros_like(hidden)
+        counts = torch.bincount(choices, minlength=self.down_proj.shape[0])
+        # The grouped product needs no word from the device about the counts; on CPU it would visit idle experts too.
+        is_grouped = hidden.is_cuda and hidden.dtype == torch.bfloat16
+        gathered = hidden[order // experts.shape[1]]
+        mixed = (self.grouped if is_grouped else self.looped)(gathered, counts) * weights.flatten()[order, None]
+        # Back in the order of tokens and summed there: atomic additions would come in another order each time.
+        return torch.empty_like(mixed).index_copy_(0, order, mixed).view(*experts.shape, -1).sum(dim=1)
+
+    def grouped(self, gathered: Tensor, counts: Tensor) -> Tensor:
+        """All experts in two products.
+
+        gathered  [T*k, H]  rows in the order of their experts
+        counts    [E] int64 rows of each expert
+        returns   [T*k, H]
+        """
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(gathered, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(self.activation(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+
+    def looped(self, gathered: Tensor, counts: Tensor) -> Tensor:
+        """The same, one expert that has rows after the other."""
+        out = torch.empty_like(gathered)
         start = 0
-        for expert, count in enumerate(torch.bincount(choices, minlength=self.down_proj.shape[0]).tolist()):
+        for expert, count in enumerate(counts.tolist()):
             if count:
                 rows = slice(start, start + count)
                 gate, up = F.linear(gathered[rows], self.gate_up_proj[expert]).chunk(2, dim=-1)
-                mixed = F.linear(self.activation(gate) * up, self.down_proj[expert])
-                out.index_add_(0, tokens[rows], mixed * scale[rows])
+                out[rows] = F.linear(self.activation(gate) * up, self.down_proj[expert])
                 start += count
         return out
 
@@ -67,7 +87,7 @@ class SparseMoeBlock(nn.Module):
         self.gate = Router(config.hidden_size, config.num_experts, config.num_experts_per_tok)
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, act)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, _kernels: Kernels) -> Tensor:
         """[T, H] -> [T, H]."""
         out: Tensor = self.experts(hidden, *self.gate(hidden))
         return out

@@ -1,6 +1,7 @@
 """Rotary embedding over three axes, interleaved (M-RoPE).
 
-Owns the maths from positions to cosines and sines, and the rotation. Knows nothing of where positions come from.
+Owns the maths from positions to cosines and sines; `kernels.py` rotates by them. Knows nothing of where positions
+come from.
 Runs in the compute thread. Legend: `T` packed tokens, `D` head_dim.
 """
 
@@ -27,22 +28,15 @@ def frequency_axes(head_dim: int, mrope_section: Sequence[int]) -> Tensor:
     return axes
 
 
-def mrope_cos_sin(positions: Tensor, frequencies: Tensor, axes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def mrope_cos_sin(positions: Tensor, frequencies: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each token, computed in float32.
 
     positions    [3, T] int64
     frequencies  [D/2] float32
     axes         [D/2] int64
-    returns      two of [T, 1, D] in `dtype`
+    returns      two of [T, D/2] float32: both halves of a head turn by the same angles
 
     Source: transformers 5.24, modeling_qwen3_vl.py, `Qwen3VLTextRotaryEmbedding`.
     """
-    angles = positions.index_select(0, axes).t().float() * frequencies
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head: x [T, heads, D], cos and sin [T, 1, D] -> [T, heads, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    angles = positions.t().index_select(1, axes).float() * frequencies
+    return angles.cos(), angles.sin()

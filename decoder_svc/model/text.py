@@ -5,7 +5,7 @@ state between calls: everything a step needs is in `ModelInput` and the KV cache
 Legend: `T` packed tokens, `V` vision tokens, `H` hidden, `L` DeepStack levels, `R` rows whose logits are wanted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from common.errors import CheckpointError, ModelFailure
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.attention import PagedAttention, TorchPagedAttention
+from decoder_svc.model.kernels import Kernels, TorchKernels
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
+from decoder_svc.model.linear import Linear, can_pack, pack_weight, packed_linear
 from decoder_svc.model.mrope import frequency_axes, inverse_frequencies, mrope_cos_sin
 from decoder_svc.model_input import ModelInput
 
@@ -35,6 +37,7 @@ class TextModel(nn.Module):
         self,
         config: Qwen3VLTextConfig,
         attention: PagedAttention | None = None,
+        kernels: Kernels | None = None,
         *,
         tie_word_embeddings: bool = False,
     ) -> None:
@@ -42,13 +45,27 @@ class TextModel(nn.Module):
         _check_heads(config)
         self.config = config
         self.attention: PagedAttention = attention if attention is not None else TorchPagedAttention()
+        self.kernels: Kernels = kernels if kernels is not None else TorchKernels()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._packed_head: Tensor | None = None
         theta, section = _rope(config)
         self.register_buffer("_axes", frequency_axes(config.head_dim, section), persistent=False)
         self.register_buffer("_frequencies", inverse_frequencies(config.head_dim, theta), persistent=False)
+
+    def pack(self) -> "TextModel":
+        """Lay the weights of all linear layers out for the processor, once they are loaded.
+
+        A tied projection gets a packed copy of the embeddings, which stay for the lookup.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.lm_head is None and can_pack(self.embed_tokens.weight):
+            self._packed_head = pack_weight(self.embed_tokens.weight)
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,25 +82,47 @@ class TextModel(nn.Module):
         """Run one step; the new keys and values are in `kv_cache` afterwards.
 
         returns  [R, vocab] logits of `logits_rows`, in the model's dtype
+        """
+        last, _ = self.hidden_states(model_input, kv_cache)
+        return self.logits(last)
+
+    @torch.inference_mode()
+    def hidden_states(
+        self, model_input: ModelInput, kv_cache: KVCache, before_layers: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run one step up to the output projection.
+
+        returns  [R, H] hidden states of `logits_rows` after the last norm, and copies [T, H] of the residual stream
+                 before chosen layers, by layer
 
         Source: transformers 5.24, modeling_qwen3_vl.py, `Qwen3VLTextModel.forward`.
         """
         hidden = self.embed_tokens(model_input.input_ids)  # [T, H]
+        taken: dict[int, Tensor] = {}
         levels = self._place_vision(hidden, model_input)
         step = self._step_context(model_input, kv_cache)
         for idx, layer in enumerate(self.layers):
+            if idx in before_layers:
+                taken[idx] = hidden.clone()
             hidden = layer(hidden, step)
             if idx < len(levels):
                 add_deepstack(hidden, model_input.vision_rows, levels[idx])
-        wanted = self.norm(hidden[model_input.logits_rows])
-        return F.linear(wanted, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+        return self.norm(hidden[model_input.logits_rows], self.kernels), taken
+
+    @torch.inference_mode()
+    def logits(self, wanted: Tensor) -> Tensor:
+        """The output projection: [R, H] after the last norm -> [R, vocab]."""
+        if self.lm_head is not None:
+            out: Tensor = self.lm_head(wanted)
+            return out
+        if self._packed_head is not None:
+            return packed_linear(wanted, self._packed_head)
+        return F.linear(wanted, self.embed_tokens.weight)
 
     def _step_context(self, model_input: ModelInput, kv_cache: KVCache) -> StepContext:
-        cos, sin = mrope_cos_sin(
-            model_input.positions, self.get_buffer("_frequencies"), self.get_buffer("_axes"), self.dtype
-        )
-        plan = self.attention.prepare(model_input, kv_cache.block_size)
-        return StepContext(cos, sin, model_input.slot_mapping, kv_cache, self.attention, plan)
+        cos, sin = mrope_cos_sin(model_input.positions, self.get_buffer("_frequencies"), self.get_buffer("_axes"))
+        plan = self.attention.prepare(model_input, kv_cache)
+        return StepContext(cos, sin, model_input.slot_mapping, kv_cache, self.kernels, self.attention, plan)
 
     def _place_vision(self, hidden: Tensor, model_input: ModelInput) -> list[Tensor]:
         """Replace the placeholder rows of `hidden` [T, H] by the main embeddings; returns the L levels [V, H]."""

@@ -25,6 +25,7 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError
 from decoder_svc.model.attention import select_attention
+from decoder_svc.model.kernels import select_kernels
 from decoder_svc.model.text import TextModel
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,13 @@ LM_HEAD = "lm_head.weight"
 _EXPERTS = re.compile(r"^(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 
 
-def load_text_model(checkpoint_dir: Path, *, dtype: torch.dtype, device: str, block_size: int = 16) -> TextModel:
+def load_text_model(
+    checkpoint_dir: Path, *, dtype: torch.dtype, device: str, block_size: int = 16, pack: bool = True
+) -> TextModel:
     """The language model of a checkpoint, ready to run.
 
-    `block_size` is that of the KV cache it will run over: it decides which attention kernels can be used.
+    `block_size` is that of the KV cache it will run over: it decides which attention kernels can be used. Weights are
+    packed for the processor unless `pack` is false, which leaves the parameters readable.
     """
     config = read_model_config(checkpoint_dir)
     stored = role_tensors(checkpoint_dir, "decoder")
@@ -46,11 +50,16 @@ def load_text_model(checkpoint_dir: Path, *, dtype: torch.dtype, device: str, bl
         stored = _drop_tied_copy(stored)
     # transformers has parsed the part into an object; the MoE class has the dense one's fields and a few more.
     text_config = cast(Qwen3VLTextConfig, config.text_config)
-    attention = select_attention(device, dtype, block_size)
+    kernels = select_kernels(device)
+    attention = select_attention(device, dtype, block_size, kernels)
     with without_storage():
-        model = TextModel(text_config, attention, tie_word_embeddings=is_tied)
+        model = TextModel(text_config, attention, kernels, tie_word_embeddings=is_tied)
     load_weights(model, stored, text_destinations(model, stored), dtype=dtype, device=device)
-    return model.eval()
+    model.eval()
+    if pack:
+        model.pack()
+    logger.info("language model loaded: %s kernels, %s attention", kernels.name, attention.name)
+    return model
 
 
 def _has_own_lm_head(stored: Mapping[str, StoredTensor]) -> bool:

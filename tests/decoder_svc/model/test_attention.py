@@ -7,36 +7,57 @@ import torch
 from torch import Tensor
 
 from decoder_svc.kv_cache import KVCache
-from decoder_svc.model.attention import QUERY_TILE, TorchPagedAttention, select_attention
+from decoder_svc.model.attention import (
+    QUERY_TILE,
+    NativePagedAttention,
+    PagedAttention,
+    TorchPagedAttention,
+    decode_groups,
+    select_attention,
+)
+from decoder_svc.model.kernels import NativeKernels, TorchKernels, compiled_library
 from decoder_svc.model_input import ModelInput
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 8, 16
+LIBRARY = compiled_library()
+compiled = pytest.mark.skipif(LIBRARY is None, reason="the compiled kernels were not built at installation")
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The last rows of causal attention: q [n, heads, D] are the end of k, v [m, kv_heads, D]."""
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) / HEAD_DIM**0.5
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5
     future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu_(1 + k.shape[0] - q.shape[0])
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
 
 
-def run_step(lengths: list[tuple[int, int]], device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-    """One step of sequences with (context, new tokens) each, in blocks dealt at random; compares with plain."""
+def run_step(
+    lengths: list[tuple[int, int]],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: PagedAttention | None = None,
+    sizes: tuple[int, int, int, int] = (HEADS, KV_HEADS, HEAD_DIM, BLOCK),
+) -> None:
+    """One step of sequences with (context, new tokens) each, in blocks dealt at random; compares with plain.
+
+    What the cache holds beyond the contexts is NaN. `sizes` are heads, KV heads, head_dim and block size.
+    """
     torch.manual_seed(0)
-    num_blocks = sum(-(-context // BLOCK) for context, _ in lengths)
-    cache = KVCache(1, num_blocks, BLOCK, KV_HEADS, HEAD_DIM, dtype, device)
+    num_heads, kv_heads, head_dim, block = sizes
+    num_blocks = sum(-(-context // block) for context, _ in lengths)
+    cache = KVCache(1, num_blocks, block, kv_heads, head_dim, dtype, device)
+    cache.pool.fill_(float("nan"))
     free = torch.randperm(num_blocks).tolist()
-    tables = torch.zeros(len(lengths), max(-(-context // BLOCK) for context, _ in lengths), dtype=torch.int32)
+    tables = torch.zeros(len(lengths), max(-(-context // block) for context, _ in lengths), dtype=torch.int32)
     queries, expected, starts = [], [], [0]
     for seq, (context, new) in enumerate(lengths):
-        count = -(-context // BLOCK)
+        count = -(-context // block)
         tables[seq, :count] = torch.tensor([free.pop() for _ in range(count)])
-        k, v = torch.randn(2, context, KV_HEADS, HEAD_DIM)
+        k, v = torch.randn(2, context, kv_heads, head_dim)
         tokens = torch.arange(context)
-        slots = tables[seq].long()[tokens // BLOCK] * BLOCK + tokens % BLOCK
+        slots = tables[seq].long()[tokens // block] * block + tokens % block
         cache.write(0, slots.to(device), k.to(device, dtype), v.to(device, dtype))
-        queries.append(torch.randn(new, HEADS, HEAD_DIM))
+        queries.append(torch.randn(new, num_heads, head_dim))
         expected.append(plain_attention(queries[-1], k, v))
         starts.append(starts[-1] + new)
     none = torch.empty(0, dtype=torch.int64)
@@ -51,8 +72,8 @@ def run_step(lengths: list[tuple[int, int]], device: str = "cpu", dtype: torch.d
         vision_embeds=None,
         logits_rows=none,
     )
-    attention = TorchPagedAttention()
-    plan = attention.prepare(step, BLOCK)
+    attention = attention or TorchPagedAttention()
+    plan = attention.prepare(step, cache)
     got = attention.attend(torch.cat(queries).to(device, dtype), cache, 0, plan)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got.float().cpu(), torch.cat(expected), rtol=0, atol=tolerance)
@@ -77,16 +98,43 @@ def test_half_precision_stays_near() -> None:
     run_step([(33, 1), (70, 20), (17, 1)], dtype=torch.bfloat16)
 
 
-def test_cpu_takes_the_torch_path_with_any_block_size() -> None:
-    assert select_attention("cpu", torch.bfloat16, 256).name == "torch"
-    assert select_attention("cuda", torch.float32, 256).name == "torch"
-    assert select_attention("cuda", torch.bfloat16, 16).name == "torch"
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(4, 4, 16, 4), (6, 2, 32, 16), (8, 4, 64, 16), (20, 1, 128, 20), (2, 2, 96, 40)])
+def test_compiled_decoding_equals_plain_causal_attention(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+    assert LIBRARY is not None
+    run_step(
+        [(1, 1), (16, 1), (17, 1), (300, 1), (70, 20), (90, 1), (5, 5)],
+        dtype=dtype,
+        attention=NativePagedAttention(NativeKernels(LIBRARY)),
+        sizes=sizes,
+    )
+
+
+@compiled
+def test_head_sizes_that_the_compiled_kernel_lacks_take_the_torch_path() -> None:
+    assert LIBRARY is not None
+    run_step([(33, 1), (70, 20)], attention=NativePagedAttention(NativeKernels(LIBRARY)))
+    run_step([(33, 1)], dtype=torch.float16, attention=NativePagedAttention(NativeKernels(LIBRARY)))
+
+
+def test_groups_share_a_tile_when_they_fit_and_are_of_similar_length() -> None:
+    assert decode_groups({0: 4, 1: 4, 2: 3, 3: 4}, 12) == [[0, 1, 3], [2]]
+    assert decode_groups({0: 1, 1: 8, 2: 4, 3: 3}, 100) == [[1, 2], [3], [0]]
+    assert decode_groups({0: 50, 1: 50}, 10) == [[0], [1]]
+    assert decode_groups({}, 10) == []
+
+
+def test_cpu_takes_the_kernels_that_there_are_with_any_block_size() -> None:
+    assert select_attention("cpu", torch.bfloat16, 256, TorchKernels()).name == "torch"
+    assert select_attention("cuda", torch.float32, 256, TorchKernels()).name == "torch"
+    assert select_attention("cuda", torch.bfloat16, 16, TorchKernels()).name == "torch"
 
 
 def test_cuda_without_flash_attn_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flash_attn" else real(name))
-    assert select_attention("cuda", torch.bfloat16, 256).name == "torch"
+    assert select_attention("cuda", torch.bfloat16, 256, TorchKernels()).name == "torch"
 
 
 @pytest.mark.cuda

@@ -29,7 +29,7 @@ LAYOUTS: list[ExpertLayout] = ["published", "transformers", "per_expert"]
 
 
 def load(directory: Path) -> TextModel:
-    return load_text_model(directory, dtype=torch.float32, device="cpu")
+    return load_text_model(directory, dtype=torch.float32, device="cpu", pack=False)
 
 
 def stored_shapes(reference: Any, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:

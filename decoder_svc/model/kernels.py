@@ -1,0 +1,232 @@
+"""The small operations of a decoder layer, and who does them: plain torch, or the compiled kernels on CPU.
+
+Owns the choice, torch's form of each operation, and the calls into `kernels.cpp` through ctypes. The compiled library
+is optional: it is built at installation where there is a compiler, and both forms are tested to agree. Knows nothing
+of layers or sequences. Runs in the compute thread. Legend: `T` packed tokens, `H` hidden, `D` head_dim.
+"""
+
+import ctypes
+import importlib.machinery
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoder_svc.kv_cache import KVCache
+
+# Sizes that `kernels.cpp` has room for.
+LANES, MAX_HEAD_DIM = 16, 256
+
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES = {
+    "tandem_rms_norm": [_INT, *[_POINTER] * 4, _SIZE, _SIZE, _FLOAT, _INT],
+    "tandem_silu_gate": [_INT, *[_POINTER] * 2, _SIZE, _SIZE, _INT],
+    "tandem_store_heads": [_INT, *[_POINTER] * 8, *[_SIZE] * 5, _FLOAT, _INT],
+    "tandem_attend_decode": [_INT, *[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
+}
+
+
+class Heads(NamedTuple):
+    """How the columns of a fused qkv projection are heads, and the norms of q and k [D]."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor
+    k_norm: Tensor
+    eps: float
+
+
+class Kernels(Protocol):
+    """Operations that both forms offer, with equal results but for rounding."""
+
+    @property
+    def name(self) -> str:
+        """What logs call this form."""
+        ...
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+        """[T, H] divided by its root mean square, times weight [H]; `hidden` takes `delta` [T, H] in first."""
+        ...
+
+    def gate(self, gate_up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        """[T, 2 * I], gates then ups -> [T, I]: act(gate) * up."""
+        ...
+
+    def store_heads(
+        self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, cache: KVCache, layer: int
+    ) -> Tensor:
+        """Norm and rotate q and k, and put k and v into the cache.
+
+        qkv       [T, (heads + 2 * kv_heads) * D]
+        cos, sin  [T, D/2] float32
+        slots     [T] int64
+        returns   q [T, heads, D]
+        """
+        ...
+
+
+class TorchKernels:
+    """Plain torch, on any device and in any dtype."""
+
+    name = "torch"
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+        if delta is not None:
+            hidden += delta
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        return weight * (wide * scale).to(hidden.dtype)
+
+    def gate(self, gate_up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act(gate).mul_(up)
+
+    def store_heads(
+        self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, cache: KVCache, layer: int
+    ) -> Tensor:
+        parts = qkv.view(qkv.shape[0], -1, heads.head_dim)
+        num_turned = heads.num_heads + heads.num_kv_heads
+        # q and k together, in float32: half the operations, and one rounding.
+        weight = torch.cat(
+            [heads.q_norm.expand(heads.num_heads, -1), heads.k_norm.expand(heads.num_kv_heads, -1)]
+        ).float()
+        wide = parts[:, :num_turned].float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(heads.eps)) * weight
+        first, second = wide.chunk(2, dim=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+        cache.write(layer, slots, turned[:, heads.num_heads :], parts[:, num_turned:])
+        return turned[:, : heads.num_heads]
+
+
+class NativeKernels:
+    """The compiled kernels: CPU, float32 and bfloat16, multiples of 16. All else goes to torch's form."""
+
+    name = "compiled"
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for function, types in _SIGNATURES.items():
+            getattr(self._library, function).argtypes = types
+            getattr(self._library, function).restype = None
+        self._torch = TorchKernels()
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+        rows, size = hidden.shape
+        if not _fits(size, hidden, weight, delta):
+            return self._torch.rms_norm(hidden, weight, eps, delta)
+        out = torch.empty_like(hidden)
+        self._library.tandem_rms_norm(
+            hidden.dtype == torch.bfloat16,
+            hidden.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def gate(self, gate_up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        if act is not F.silu or not _fits(size, gate_up):
+            return self._torch.gate(gate_up, act)
+        out = gate_up.new_empty(rows, size)
+        self._library.tandem_silu_gate(
+            gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads()
+        )
+        return out
+
+    def store_heads(
+        self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, cache: KVCache, layer: int
+    ) -> Tensor:
+        is_dense = cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
+        fits = _fits(heads.head_dim, qkv, heads.q_norm, heads.k_norm, cache.pool)
+        if heads.head_dim % (2 * LANES) or not (fits and is_dense):
+            return self._torch.store_heads(qkv, heads, cos, sin, slots, cache, layer)
+        q = qkv.new_empty(qkv.shape[0], heads.num_heads, heads.head_dim)
+        self._library.tandem_store_heads(
+            qkv.dtype == torch.bfloat16,
+            qkv.data_ptr(),
+            heads.q_norm.data_ptr(),
+            heads.k_norm.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            q.data_ptr(),
+            cache.pool[layer].data_ptr(),
+            qkv.shape[0],
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            cache.block_size,
+            heads.eps,
+            torch.get_num_threads(),
+        )
+        return q
+
+    def can_attend(self, cache: KVCache, *tables: Tensor) -> bool:
+        """Whether `attend_decode` takes a cache's dtype and sizes, and int32 tables."""
+        return (
+            cache.head_dim <= MAX_HEAD_DIM
+            and _fits(cache.head_dim, cache.pool)
+            and all(table.dtype == torch.int32 and table.is_contiguous() for table in tables)
+        )
+
+    def attend_decode(
+        self, q: Tensor, cache: KVCache, layer: int, tables: Tensor, contexts: Tensor, which: Tensor, rows: Tensor,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """One new token of each of some sequences over its context, straight from its blocks.
+
+        q, out    [T, heads, D], of which `rows` [d] int64 are read and written
+        tables    [S, b] int32, contexts [S] int32, of which `which` [d] int64 are meant
+        """
+        assert q.dtype == out.dtype == cache.pool.dtype, "queries and the cache share a dtype"
+        self._library.tandem_attend_decode(
+            q.dtype == torch.bfloat16,
+            q.data_ptr(),
+            cache.pool[layer].data_ptr(),
+            out.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            contexts.data_ptr(),
+            which.data_ptr(),
+            rows.data_ptr(),
+            rows.shape[0],
+            q.shape[1],
+            cache.num_kv_heads,
+            cache.head_dim,
+            cache.block_size,
+            torch.get_num_threads(),
+        )
+
+
+def _fits(size: int, *tensors: Tensor | None) -> bool:
+    """Whether tensors have the dtype and the density that the compiled kernels assume."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    dtype = given[0].dtype
+    return (
+        size % LANES == 0
+        and dtype in (torch.float32, torch.bfloat16)
+        and all(t.dtype == dtype and t.is_contiguous() and t.device.type == "cpu" for t in given)
+    )
+
+
+def compiled_library() -> Path | None:
+    """The library that the installation built beside this file, if it did."""
+    folder = Path(__file__).parent
+    names = [f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def select_kernels(device: torch.device | str) -> TorchKernels | NativeKernels:
+    """The compiled kernels on CPU where they were built, else plain torch."""
+    library = compiled_library() if torch.device(device).type == "cpu" else None
+    return TorchKernels() if library is None else NativeKernels(library)

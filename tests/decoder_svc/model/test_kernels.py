@@ -1,0 +1,126 @@
+"""The compiled kernels against torch's form of each operation, and packed linear layers against plain ones."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from decoder_svc.kv_cache import KVCache
+from decoder_svc.model import kernels as module
+from decoder_svc.model.kernels import Heads, NativeKernels, TorchKernels, compiled_library, select_kernels
+from decoder_svc.model.linear import Linear
+
+LIBRARY = compiled_library()
+DTYPES = [torch.float32, torch.bfloat16]
+compiled = pytest.mark.skipif(LIBRARY is None, reason="the compiled kernels were not built at installation")
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+
+
+def native() -> NativeKernels:
+    assert LIBRARY is not None
+    return NativeKernels(LIBRARY)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 48, 512, 20])
+def test_norms_agree_and_take_the_residual_in(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    hidden, delta = torch.randn(2, 5, size).to(dtype)
+    weight = torch.randn(size).to(dtype)
+    ours, theirs = hidden.clone(), hidden.clone()
+    for given in (None, delta):
+        got = native().rms_norm(ours, weight, 1e-6, given)
+        expected = TorchKernels().rms_norm(theirs, weight, 1e-6, given)
+        torch.testing.assert_close(got, expected, **tolerance(dtype))
+        assert torch.equal(ours, theirs)
+    assert torch.equal(ours, hidden + delta)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_activations_agree_from_end_to_end_of_the_range(dtype: torch.dtype) -> None:
+    gate = torch.cat([torch.linspace(-100, 100, 61), torch.tensor([0.0, math.inf, -1e30])])
+    gate_up = torch.cat([gate, torch.full_like(gate, 0.5)])[None].to(dtype)
+    got = native().gate(gate_up, F.silu)
+    torch.testing.assert_close(got, TorchKernels().gate(gate_up, F.silu), **tolerance(dtype))
+
+
+@compiled
+def test_another_activation_takes_the_torch_path() -> None:
+    gate_up = torch.randn(3, 64)
+    assert torch.equal(native().gate(gate_up, F.gelu), F.gelu(gate_up[:, :32]) * gate_up[:, 32:])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_is_not_a_number_stays_one(dtype: torch.dtype) -> None:
+    for position in (0, 15, 16, 31):
+        x = torch.ones(1, 32, dtype=dtype)
+        x[0, position] = math.nan
+        assert torch.isnan(native().rms_norm(x.clone(), torch.ones(32, dtype=dtype), 1e-6)).all()
+        assert torch.isnan(native().gate(x, F.silu)).sum() == 1
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_rotated_heads_and_what_the_cache_gets_agree(dtype: torch.dtype, head_dim: int) -> None:
+    torch.manual_seed(0)
+    q_norm, k_norm = torch.randn(2, head_dim).to(dtype)
+    heads = Heads(6, 2, head_dim, q_norm, k_norm, 1e-6)
+    qkv = torch.randn(7, 10 * head_dim).to(dtype)
+    angles = torch.randn(7, head_dim // 2)
+    slots = torch.randperm(5 * 4)[:7]
+    results = []
+    for form in (native(), TorchKernels()):
+        cache = KVCache(2, 5, 4, 2, head_dim, dtype, "cpu")
+        q = form.store_heads(qkv, heads, angles.cos(), angles.sin(), slots, cache, 1)
+        assert not cache.pool[0].any()
+        results.append((q, cache.pool))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, **tolerance(dtype))
+    assert torch.equal(results[0][1][:, :, :, 1], results[1][1][:, :, :, 1])
+
+
+@compiled
+def test_rounding_to_bfloat16_is_to_nearest_even() -> None:
+    # Half a unit of the last place: ties, which go down and up in turn; then what overflows, and the smallest numbers.
+    hidden = torch.cat([1 + torch.arange(14) * 2**-7, torch.tensor([3.38e38, 1e-40])])[None].to(torch.bfloat16)
+    delta = torch.cat([torch.full((14,), 2**-8), torch.tensor([3.38e38, 1e-40])])[None].to(torch.bfloat16)
+    expected = hidden + delta
+    native().rms_norm(hidden, torch.ones(16, dtype=torch.bfloat16), 1e-6, delta)
+    assert torch.equal(hidden, expected)
+
+
+def test_without_a_library_or_on_another_device_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select_kernels("cuda").name == "torch"
+    monkeypatch.setattr(module, "compiled_library", lambda: None)
+    assert select_kernels("cpu").name == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_layers_equal_plain_ones_for_any_number_of_rows(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = Linear(48, 80, bias=bias).to(dtype).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    rows = [torch.randn(count, 48).to(dtype) for count in (0, 1, 3, 64)]
+    with torch.inference_mode():
+        expected = [layer(x) for x in rows]
+        layer.pack()
+        layer.pack()
+        for x, plain in zip(rows, expected, strict=True):
+            torch.testing.assert_close(layer(x), plain, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-4)
+
+
+def test_packing_drops_the_plain_weight() -> None:
+    layer = Linear(16, 16, bias=False).requires_grad_(False)
+    layer.pack()
+    assert layer.weight is None
+    assert list(layer.parameters()) == []
