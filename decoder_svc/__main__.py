@@ -14,8 +14,8 @@ from cyclopts import Parameter
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from common import __version__
-from common.addresses import EncoderAddress
 from common.checkpoint import read_model_config
+from common.discovery import ENCODERS, KubernetesOptions, member_source
 from common.embedding_cache import EmbeddingCache
 from common.errors import ConfigError
 from common.hub import resolve_checkpoint
@@ -29,6 +29,7 @@ from decoder_svc.config import DecoderSettings
 from decoder_svc.embedding_fetch import EncoderFetcher
 from decoder_svc.embedding_inbox import EmbeddingInbox
 from decoder_svc.engine import Engine, EngineLimits
+from decoder_svc.grammar import GrammarCompiler
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.text import TextModel
 from decoder_svc.model.weights import load_text_model
@@ -38,6 +39,10 @@ logger = structlog.get_logger(__name__)
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CUDA_KV_CACHE_SHARE = 0.85
+# Tokens of a step by kind of device: a step's time is the largest gap that a new prompt makes in other streams.
+DEFAULT_STEP_TOKENS = 2048
+STEP_TOKENS = {"cpu": 768}
+HAND_OVER_S = 2.0  # of the time that a drain may take, to tell gateways of what did not finish
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class _Loaded:
     engine: Engine
     hello: Hello
     itemsize: int
+    grammars: GrammarCompiler | None
 
 
 async def open_decoder(settings: DecoderSettings) -> DecoderServer:
@@ -61,10 +67,18 @@ async def open_decoder(settings: DecoderSettings) -> DecoderServer:
         keys=keys,
         allow_insecure_bind=settings.allow_insecure_bind,
     )
-    encoders = [EncoderAddress.parse(value).data for value in settings.encoders]
-    fetcher = EncoderFetcher(context, encoders, lambda: loaded.hello, keys)
+    kubernetes = KubernetesOptions(settings.kubernetes_api, settings.discovery_relist_s)
+    source = member_source(settings.encoders, ENCODERS, kubernetes)
+    fetcher = EncoderFetcher(context, (), lambda: loaded.hello, keys, source=source)
     cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
-    server = DecoderServer(control, fetcher, loaded.engine, loaded.hello)
+    server = DecoderServer(
+        control,
+        fetcher,
+        loaded.engine,
+        loaded.hello,
+        grammars=loaded.grammars,
+        finish_within_s=settings.drain_timeout_s - min(HAND_OVER_S, settings.drain_timeout_s / 4),
+    )
     server.inbox = EmbeddingInbox(
         fetcher,
         cache,
@@ -104,7 +118,7 @@ def _load(settings: DecoderSettings) -> _Loaded:
         kv_cache,
         EngineLimits(
             max_model_len=max_model_len,
-            max_tokens_per_step=settings.max_tokens_per_step,
+            max_tokens_per_step=_max_tokens_per_step(settings, model),
             max_sequences=settings.max_sequences,
             max_waiting=settings.max_waiting,
             embedding_cache_bytes=settings.embedding_cache_bytes,
@@ -123,7 +137,12 @@ def _load(settings: DecoderSettings) -> _Loaded:
         vocab_size=model.config.vocab_size,
         limits=Limits(max_model_len=max_model_len, max_sequences=settings.max_sequences, kv_cache_tokens=kv_tokens),
     )
-    return _Loaded(engine, hello, dtype.itemsize)
+    grammars = GrammarCompiler.load(checkpoint_dir, model.config.vocab_size, eos_token_ids)
+    return _Loaded(engine, hello, dtype.itemsize, grammars)
+
+
+def _max_tokens_per_step(settings: DecoderSettings, model: TextModel) -> int:
+    return settings.max_tokens_per_step or STEP_TOKENS.get(model.device.type, DEFAULT_STEP_TOKENS)
 
 
 def _kv_cache(settings: DecoderSettings, model: TextModel) -> KVCache:

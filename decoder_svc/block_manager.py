@@ -18,6 +18,10 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self.num_cached = 0
+        """Free blocks whose content is known."""
+        self.num_evicted = 0
+        """Blocks so far whose known content was given up for another's."""
 
     @property
     def num_free(self) -> int:
@@ -46,6 +50,7 @@ class BlockManager:
         """Reference the longest run of leading blocks that are present; returns them."""
         blocks = [self._block_of[block_hash] for block_hash in hashes[: self.count_cached(hashes)]]
         for block in blocks:
+            self.num_cached -= self._references[block] == 0
             self._references[block] += 1
             self._free.pop(block, None)
         return blocks
@@ -63,11 +68,14 @@ class BlockManager:
             assert self._references[block] >= 0, "a block was given back twice"
             if self._references[block] == 0:
                 self._free[block] = None
-                if block not in self._hash_of:
+                if block in self._hash_of:
+                    self.num_cached += 1
+                else:
                     self._free.move_to_end(block, last=False)
 
     def name(self, block: int, block_hash: bytes) -> None:
-        """Say what a full, computed block holds. The first block of equal content keeps the name."""
+        """Say what a full, computed block in use holds. The first block of equal content keeps the name."""
+        assert self._references[block], "a block that nobody holds was named"
         if block not in self._hash_of and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
@@ -76,6 +84,7 @@ class BlockManager:
         """Forget what a block holds: its content is not to be trusted."""
         if block_hash := self._hash_of.pop(block, None):
             del self._block_of[block_hash]
+            self.num_cached -= self._references[block] == 0
 
     def check(self) -> None:
         """Assert the pool's invariants; for tests and for the engine when it is idle."""
@@ -83,9 +92,11 @@ class BlockManager:
         assert all((count == 0) == (block in free) for block, count in enumerate(self._references))
         assert len(free) + self.num_used == self.num_blocks
         assert {block: h for h, block in self._block_of.items()} == self._hash_of
+        assert self.num_cached == len(free & self._hash_of.keys())
 
     def _take_one(self) -> int:
         block, _ = self._free.popitem(last=False)
-        self._references[block] = 1
+        self.num_evicted += block in self._hash_of
         self.unname(block)
+        self._references[block] = 1
         return block

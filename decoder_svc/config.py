@@ -1,6 +1,10 @@
 """Settings of the decoder service, read once in `__main__`."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from common.settings import CommonSettings, DtypeName, Port
 
@@ -16,8 +20,15 @@ class DecoderSettings(CommonSettings):
     """Port of /health, /ready and /metrics."""
 
     encoders: tuple[str, ...] = ()
-    """Encoders, as for the gateway: CONTROL,DATA addresses, of which a decoder uses the second. May be given several
-    times."""
+    """Encoders, as for the gateway: CONTROL,DATA addresses, of which a decoder uses the second; or dns:HOST:7101,7102;
+    or kubernetes:SERVICE. May be given several times."""
+
+    kubernetes_api: str | None = None
+    """URL of the Kubernetes API server that sources with kubernetes: ask; by default the pod's own, or that of the
+    kubeconfig."""
+
+    discovery_relist_s: Annotated[float, Parameter(validator=Number(gte=1, lte=3600))] = 120.0
+    """Seconds after which the endpoints of a Service are listed anew, whatever a watch told; 60 to 300 suit most."""
 
     device: str = "auto"
     """Device of the language model: cpu, cuda, cuda:1, or auto."""
@@ -37,8 +48,9 @@ class DecoderSettings(CommonSettings):
     block_size: int = 16
     """Tokens in one block of the KV cache."""
 
-    max_tokens_per_step: int = 2048
-    """Tokens of one engine step: running streams first, then pieces of prompts."""
+    max_tokens_per_step: int = 0
+    """Tokens of one engine step: running streams first, then pieces of prompts; 0 takes 2048, and 768 on CPU, where
+    streams would wait long for a larger step."""
 
     max_sequences: int = 64
     """Sequences that run together."""

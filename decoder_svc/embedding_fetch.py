@@ -6,16 +6,20 @@ the encoder so. Runs on the event loop; knows nothing of requests or sequences.
 """
 
 import asyncio
+import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 import zmq.asyncio
 
-from common.embedding import ExpectedEmbedding, check_payload
+from common.embedding import ExpectedEmbedding, Payload, check_checksum, checksum, new_payload
 from common.errors import EncoderUnavailable, PeerUnreachable, ProtocolError, TandemError
 from common.link import Link
+from common.link_set import LinkSet
+from common.members import Member, MemberSource
 from common.messages import (
     MAX_CHUNK_BYTES,
     AnyMessage,
@@ -36,6 +40,8 @@ FETCHED_BYTES = Counter("tandem_decoder_fetched_bytes_total", "Payload bytes fet
 
 CREDIT_CHUNKS = 8
 STALL_S = 5.0
+MAX_LOST = 256
+CONNECT_S = 2.0  # a fetch waits so long for a connection that is being made
 
 
 @dataclass
@@ -45,7 +51,8 @@ class _Fetch:
     fetch_id: str
     done: "asyncio.Future[None]"
     header: EmbeddingHeader | None = None
-    payload: bytearray = field(default_factory=bytearray)
+    payload: Payload = field(default_factory=bytearray)
+    checksum: int = 0
     num_received: int = 0
 
 
@@ -60,47 +67,62 @@ class EncoderFetcher:
         keys: CurveKeys | None = None,
         *,
         stall_s: float = STALL_S,
+        connect_s: float = CONNECT_S,
+        source: MemberSource | None = None,
     ) -> None:
+        """A source, where one is given, tells which encoders there are, also while the fetcher runs."""
+        self._source = source
         self._stall_s = stall_s
-        self._links = [
-            Link(
-                Dealer(context, endpoint, name="encoder-data", max_payload_bytes=MAX_CHUNK_BYTES, keys=keys),
+        self._fetches: dict[str, _Fetch] = {}
+        self._ids = itertools.count()
+        self._connect_s = connect_s
+        self._changed = asyncio.Event()
+        self._lost: deque[str] = deque(maxlen=MAX_LOST)  # encoders that were here: nobody waits for them
+
+        def connect(member: Member) -> Link:
+            return Link(
+                Dealer(
+                    context, member.endpoints[-1], name="encoder-data", max_payload_bytes=MAX_CHUNK_BYTES, keys=keys
+                ),
                 hello,
                 role="encoder",
                 on_message=self._on_message,
+                on_up=self._on_up,
                 on_down=self._on_down,
             )
-            for endpoint in endpoints
-        ]
-        self._fetches: dict[str, _Fetch] = {}
-        self._ids = itertools.count()
+
+        self._members = LinkSet(
+            connect,
+            [Member((endpoint,)) for endpoint in endpoints],
+            links_of=lambda link: (link,),
+            is_busy=self._has_fetches,
+        )
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Which encoders there are now; of a member's endpoints the last is that of its data."""
+        self._members.set_members(members)
 
     @property
     def encoder_ids(self) -> list[str]:
         """Instance ids of the encoders that are up."""
-        return [link.peer.instance_id for link in self._links if link.peer is not None]
+        return [link.peer.instance_id for link in self._members.connections if link.peer is not None]
 
     async def run(self) -> None:
         """Keep the connections until cancelled."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for link in self._links:
-                    tasks.create_task(link.run())
-        finally:
-            for link in self._links:
-                link.close()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._members.run())
+            if self._source is not None:
+                tasks.create_task(self._source.run(self.set_members))
 
     async def fetch(
         self, encoder_id: str, expected: ExpectedEmbedding, timeout_s: float
-    ) -> tuple[EmbeddingHeader, bytearray]:
+    ) -> tuple[EmbeddingHeader, Payload]:
         """The embedding, complete and checked.
 
         Raises EncoderUnavailable when this encoder cannot give it (another may), ProtocolError when what it gives is
         not what was expected, TimeoutError after `timeout_s`.
         """
-        link = next((x for x in self._links if x.peer is not None and x.peer.instance_id == encoder_id), None)
-        if link is None:
-            raise EncoderUnavailable(f"this decoder has no connection to encoder {encoder_id!r}")
+        link = await self._link_to(encoder_id, min(timeout_s, self._connect_s))
         fetch = _Fetch(expected, link, f"f{next(self._ids)}", asyncio.get_running_loop().create_future())
         self._fetches[fetch.fetch_id] = fetch
         try:
@@ -112,7 +134,19 @@ class EncoderFetcher:
         finally:
             del self._fetches[fetch.fetch_id]
 
-    async def _receive(self, fetch: _Fetch, timeout_s: float) -> tuple[EmbeddingHeader, bytearray]:
+    async def _link_to(self, encoder_id: str, timeout_s: float) -> Link:
+        """The connection to an encoder; one that a gateway knows already may have to be made here first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while encoder_id not in self._lost:
+                    changed = self._changed
+                    for link in self._members.connections:
+                        if link.peer is not None and link.peer.instance_id == encoder_id:
+                            return link
+                    await changed.wait()
+        raise EncoderUnavailable(f"this decoder has no connection to encoder {encoder_id!r}")
+
+    async def _receive(self, fetch: _Fetch, timeout_s: float) -> tuple[EmbeddingHeader, Payload]:
         expected = fetch.expected
         try:
             fetch.link.send(
@@ -133,9 +167,18 @@ class EncoderFetcher:
             await asyncio.wait({fetch.done}, timeout=self._stall_s)
         fetch.done.result()
         assert fetch.header is not None
-        await asyncio.to_thread(check_payload, fetch.header, fetch.payload)
+        check_checksum(fetch.header, fetch.checksum)
         FETCHED_BYTES.inc(len(fetch.payload))
         return fetch.header, fetch.payload
+
+    def _on_up(self, link: Link) -> None:
+        if link.peer is not None and link.peer.instance_id in self._lost:
+            self._lost.remove(link.peer.instance_id)
+        self._changed.set()
+        self._changed = asyncio.Event()  # those who wait for the next change wait for a new event
+
+    def _has_fetches(self, link: Link) -> bool:
+        return any(fetch.link is link for fetch in self._fetches.values())
 
     def _on_message(self, link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
         if not isinstance(message, FetchReply | FetchChunk):
@@ -159,7 +202,7 @@ class EncoderFetcher:
             raise ProtocolError("the encoder answered a fetch without a header, or twice")
         fetch.expected.check(reply.header)
         fetch.header = reply.header
-        fetch.payload = bytearray(reply.header.num_bytes)
+        fetch.payload = new_payload(reply.header.num_bytes)
 
     def _take_chunk(self, fetch: _Fetch, chunk: FetchChunk, payload: Sequence[memoryview]) -> None:
         header = fetch.header
@@ -170,6 +213,7 @@ class EncoderFetcher:
         if len(payload[0]) != len(target):
             raise ProtocolError(f"chunk {chunk.index} has {len(payload[0])} bytes, expected {len(target)}")
         target[:] = payload[0]
+        fetch.checksum = checksum(target, fetch.checksum)  # while the chunk is in the CPU's cache
         fetch.num_received += 1
         if fetch.num_received == header.num_chunks:
             fetch.done.set_result(None)
@@ -177,6 +221,9 @@ class EncoderFetcher:
             fetch.link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=1))
 
     def _on_down(self, link: Link, instance_id: str) -> None:
+        self._lost.append(instance_id)
+        self._changed.set()
+        self._changed = asyncio.Event()
         for fetch in self._fetches.values():
             if fetch.link is link and not fetch.done.done():
                 fetch.done.set_exception(EncoderUnavailable("the encoder went away"))

@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 from torch import Tensor
 
-from common.embedding import ExpectedEmbedding
+from common.embedding import ExpectedEmbedding, Payload
 from common.embedding_cache import EmbeddingCache
 from common.errors import EncoderUnavailable, ModelFailure, TandemError
 from common.messages import EmbeddingHeader, GenerateRequest
@@ -37,7 +37,7 @@ class Fetcher(Protocol):
 
     async def fetch(
         self, encoder_id: str, expected: ExpectedEmbedding, timeout_s: float
-    ) -> tuple[EmbeddingHeader, bytearray]:
+    ) -> tuple[EmbeddingHeader, Payload]:
         """The embedding, complete and checked, or an error."""
         ...
 

@@ -5,7 +5,6 @@ sample → report. Knows nothing of sockets, Redis or HTTP. Everything here runs
 carries commands in and events out.
 """
 
-import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,34 +14,24 @@ import structlog
 from torch import Tensor
 
 from common.errors import DeadlineExceeded, InvalidRequest, ModelFailure, TandemError
-from common.messages import GenerateRequest, SequenceTokens
-from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
+from common.messages import FinishReason, GenerateRequest, SequenceTokens
 from decoder_svc.block_manager import BlockManager
 from decoder_svc.embedding_pool import EmbeddingPool
+from decoder_svc.engine_metrics import EngineMetrics
+from decoder_svc.grammar import Grammar
+from decoder_svc.grammar_masks import GrammarMasker
 from decoder_svc.input_builder import build_model_input
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.text import TextModel
+from decoder_svc.pooling import pool
+from decoder_svc.prompt_logprobs import take_prompt_logprobs, token_rows
 from decoder_svc.reports import ended, tokens_of, usage_of, without_tokens
+from decoder_svc.request_check import check_request
 from decoder_svc.sampler import SampledToken, Sampler
 from decoder_svc.scheduler import Chunk, Scheduler
 from decoder_svc.sequence import Prompt, Sequence
 
 logger = structlog.get_logger(__name__)
-
-# Parts of the protocol that this engine does not do; silence would be a wrong answer.
-UNSUPPORTED = ("allowed_token_ids", "bad_words_ids", "num_prompt_logprobs", "grammar_kind", "grammar")
-
-STEP_SECONDS = Histogram("tandem_decoder_step_seconds", "Time of one engine step", buckets=SECONDS_BUCKETS)
-STEP_TOKENS = Histogram(
-    "tandem_decoder_step_tokens",
-    "Tokens in one engine step",
-    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
-)
-TOKENS = Counter("tandem_decoder_tokens_total", "Tokens that went through the language model", ["kind"])
-PREEMPTIONS = Counter("tandem_decoder_preemptions_total", "Sequences put back to be recomputed")
-RUNNING = Gauge("tandem_decoder_running", "Sequences that hold KV blocks and run")
-WAITING = Gauge("tandem_decoder_waiting", "Sequences that wait to be started")
-KV_BLOCKS = Gauge("tandem_decoder_kv_blocks", "KV blocks by state", ["state"])
 
 
 @dataclass(frozen=True)
@@ -108,30 +97,38 @@ class Engine:
             max_model_len=limits.max_model_len,
             has_media=self.pool.__contains__,
         )
+        self._masker = GrammarMasker(model.config.vocab_size)
+        self._metrics = EngineMetrics(self.scheduler, self.blocks)
         self._wanted: dict[Sequence, set[str]] = {}  # asked for and not arrived, of those that have media
         self._first_in_need: str | None = None
+        self._is_checked = False
 
     @property
     def has_sequences(self) -> bool:
         """Whether anything is waiting or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def add(self, request: GenerateRequest, now: float) -> list[Event]:
-        """Queue all choices of a request; tells which embeddings they need, or why they cannot be served."""
+    def add(self, request: GenerateRequest, now: float, grammar: Grammar | None = None) -> list[Event]:
+        """Queue all choices of a request; tells which embeddings they need, or why they cannot be served.
+
+        `grammar` is the request's, compiled.
+        """
+        self._is_checked = False
         replaced = self.cancel(request.request_id)  # an older attempt, whose gateway lost sight of us for a while
         try:
-            self._check(request)
-            sequences = self._sequences_of(request, now)
-            self._check_held(sequences[0])
+            check_request(request, self._model.config.vocab_size, self._merge_size)
+            sequences = self._sequences_of(request, now, grammar)
+            if sequences:
+                self._check_held(sequences[0])
             # A choice that had its last token before the request came here is not run again.
-            full = [s for s in sequences if s.output_token_ids and self._is_full(s)]
-            sequences = [s for s in sequences if s not in full]
+            ends = {s: reason for s in sequences if s.output_token_ids and (reason := self._end_of(s))}
+            sequences = [s for s in sequences if s not in ends]
             for sequence in sequences:
                 self.scheduler.admit(sequence)
         except TandemError as error:
             replaced += self.cancel(request.request_id)
             return [*replaced, without_tokens(request.request_id, request.attempt, "error", error)]
-        events: list[Event] = [ended(tokens_of(s), s, "length", None, now) for s in full]
+        events: list[Event] = [ended(tokens_of(s), s, reason, None, now) for s, reason in ends.items()]
         return replaced + events + self._want_media(sequences, always=True) + self._media_budget()
 
     def add_embedding(self, key: str, embedding: Tensor, now: float) -> list[Event]:
@@ -159,22 +156,32 @@ class Engine:
         ]
         return events + self._media_budget()
 
-    def cancel(self, request_id: str) -> list[Event]:
-        """Forget a request; nobody waits for an answer."""
+    def cancel(self, request_id: str, choice: int | None = None) -> list[Event]:
+        """Forget a request, or one choice of it; nobody waits for an answer."""
         for sequence in self._of_request(request_id):
-            self._forget(sequence)
+            if choice is None or sequence.choice == choice:
+                self._forget(sequence)
         return self._media_budget()
+
+    def check_idle(self) -> list[Event]:
+        """Count what is held although nothing runs, and say so in a metric; asserts that the pool is whole."""
+        if not self.has_sequences:
+            if not self._is_checked:  # it takes a while with many blocks
+                self.blocks.check()
+                self._is_checked = True
+            self._metrics.checked(embedding_bytes=self.pool.needed_bytes, needs=len(self._wanted))
+        self._metrics.look_at_device(time.monotonic())
+        return []
 
     def step(self) -> tuple[list[Event], bool]:
         """Run one step; tells what happened and whether any token ran. An error ends its request, not the engine."""
         began = time.monotonic()
         events = self._expire(began)
-        preemptions = self.scheduler.num_preemptions
         chunks = self.scheduler.schedule()
-        PREEMPTIONS.inc(self.scheduler.num_preemptions - preemptions)
         if chunks:
             events += self._run_and_report(chunks)
-            self._measure(chunks, time.monotonic() - began)
+            self._metrics.stepped(chunks, time.monotonic() - began)
+            self._measure_load()
         events += self._want_media(self.scheduler.sequences, always=False)
         return events + self._media_budget(), bool(chunks)
 
@@ -201,9 +208,18 @@ class Engine:
     def _run(self, chunks: Seq[Chunk]) -> list[SampledToken]:
         """The tokens of chunks. Until all has gone well no sequence changes, so the chunks may be run once more."""
         model_input = build_model_input(chunks, self.pool.tensors, self._kv_cache.block_size, self._model.device)
-        logits = self._model(model_input, self._kv_cache)
         sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
-        sampled = self._sampler.sample(logits, sequences) if sequences else []
+        masks = self._masker.begin([sequence.grammar for sequence in sequences])
+        hidden = None
+        if any(sequence.is_pooled for sequence in sequences):
+            hidden, _ = self._model.hidden_states(model_input, self._kv_cache)
+            logits = self._model.logits(hidden)
+        else:
+            logits = self._model(model_input, self._kv_cache)
+        logits = take_prompt_logprobs(chunks, logits)
+        sampled = self._sampler.sample(logits, sequences, masks) if sequences else []
+        if hidden is not None:
+            sampled = pool(sequences, sampled, hidden[token_rows(chunks, hidden.device)])
         for chunk in chunks:
             self.scheduler.computed(chunk)
         return sampled
@@ -216,9 +232,10 @@ class Engine:
                 chunk.sequence.started_at = now
         sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
         for sequence, token in zip(sequences, sampled, strict=True):
-            if not token.is_finite:
-                error = ModelFailure("the language model gave values that are not finite for this request")
-                self.scheduler.distrust(sequence)
+            error = _error_of(sequence, token)
+            if error is not None:
+                if not token.is_finite:
+                    self.scheduler.distrust(sequence)
                 events += self.fail(sequence.request_id, error)
             elif sequence in self.scheduler.running:  # another choice of its request may just have failed
                 events.append(self._accept(sequence, token, now))
@@ -229,6 +246,10 @@ class Engine:
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = now
+        if token.embedding is not None:
+            self._forget(sequence)
+            report = msgspec.structs.replace(tokens_of(sequence), embedding=token.embedding)
+            return ended(report, sequence, "stop", None, now)
         sampling = sequence.sampling
         is_stop = token.token_id in sampling.stop_token_ids or (
             token.token_id in self._eos_token_ids and not sampling.ignore_eos
@@ -238,42 +259,25 @@ class Engine:
             return ended(tokens_of(sequence), sequence, "stop", token.token_id, now)
         report = tokens_of(sequence, token)
         sequence.output_token_ids.append(token.token_id)
-        if not self._is_full(sequence):
+        if sequence.grammar is not None:
+            sequence.grammar.accept(token.token_id)
+        reason = self._end_of(sequence)
+        if reason is None:
             # With the first token, so that the cached tokens are known also if the gateway ends the request itself.
             return msgspec.structs.replace(report, usage=usage_of(sequence, False)) if is_first else report
         self._forget(sequence)
-        return ended(report, sequence, "length", None, now)
+        return ended(report, sequence, reason, None, now)
 
-    def _is_full(self, sequence: Sequence) -> bool:
-        return (
+    def _end_of(self, sequence: Sequence) -> FinishReason | None:
+        """Why the tokens so far are the whole answer, if so: by its grammar, or for want of room."""
+        grammar = sequence.grammar
+        if grammar is not None and grammar.is_complete and grammar.error is None:
+            return "stop"
+        is_full = (
             len(sequence.output_token_ids) >= sequence.sampling.max_tokens
             or sequence.num_tokens >= self._limits.max_model_len
         )
-
-    def _check(self, request: GenerateRequest) -> None:
-        """Refuse what would break the forward pass: everything that a span or a token id indexes."""
-        vocab_size = self._model.config.vocab_size
-        sampling = request.sampling
-        used = [request.prompt_token_ids, *request.outputs, sampling.stop_token_ids, list(sampling.logit_bias)]
-        if any(token >= vocab_size for ids in used for token in ids):
-            raise InvalidRequest(f"a token id is outside the vocabulary of {vocab_size}")
-        if len(request.outputs) not in (0, sampling.n):
-            raise InvalidRequest(f"{len(request.outputs)} outputs so far were given for n = {sampling.n} choices")
-        if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
-            raise InvalidRequest("logit_bias holds a value that is not finite")
-        if unsupported := [name for name in UNSUPPORTED if getattr(sampling, name) not in (None, [])]:
-            raise InvalidRequest(f"this decoder does not support {', '.join(unsupported)}")
-        end = 0
-        for span in sorted((s for item in request.media for s in item.spans), key=lambda s: s.offset):
-            t, h, w = span.grid
-            if t * (h // self._merge_size) * (w // self._merge_size) != span.num_tokens:
-                raise InvalidRequest(f"a media span of {span.num_tokens} tokens does not fit its grid {span.grid}")
-            if span.offset < end or span.offset + span.num_tokens > len(request.prompt_token_ids):
-                raise InvalidRequest(f"a media span at {span.offset} overlaps another or leaves the prompt")
-            end = span.offset + span.num_tokens
-        rows: dict[str, int] = {}
-        if any(rows.setdefault(item.key, item.num_tokens) != item.num_tokens for item in request.media):
-            raise InvalidRequest("one media item is in the prompt twice, with different numbers of tokens")
+        return "length" if is_full else None
 
     def _check_held(self, sequence: Sequence) -> None:
         """Refuse a sequence whose spans do not take exactly the rows of an embedding that is here for its key."""
@@ -286,9 +290,13 @@ class Engine:
                     f"a media item has {num_tokens} tokens in the prompt, but {len(held)} rows in its embedding"
                 )
 
-    def _sequences_of(self, request: GenerateRequest, now: float) -> list[Sequence]:
+    def _sequences_of(self, request: GenerateRequest, now: float, grammar: Grammar | None) -> list[Sequence]:
+        """The choices that have not ended."""
+        if request.sampling.grammar_kind is not None and grammar is None:
+            raise InvalidRequest("this decoder has no tokenizer.json in its checkpoint, which structured output needs")
         prompt = Prompt.of(request, self._merge_size)
         outputs = request.outputs or [[]] * request.sampling.n
+        has_prompt_logprobs = request.sampling.num_prompt_logprobs is not None
         return [
             Sequence(
                 request_id=request.request_id,
@@ -299,8 +307,13 @@ class Engine:
                 deadline=now + request.time_left_s,
                 arrived_at=now,
                 output_token_ids=list(output),
+                priority=request.priority,
+                prompt_logprobs=[] if has_prompt_logprobs and choice == 0 and not output else None,
+                is_pooled=request.pooling is not None,
+                grammar=None if grammar is None else grammar.begin(output),
             )
             for choice, output in enumerate(outputs)
+            if choice not in request.finished
         ]
 
     def _want_media(self, sequences: Seq[Sequence], *, always: bool) -> list[Event]:
@@ -348,17 +361,20 @@ class Engine:
         self._first_in_need = first
         return [MediaBudget(released, first)]
 
-    def _measure(self, chunks: Seq[Chunk], seconds: float) -> None:
-        decoded = sum(1 for chunk in chunks if chunk.num_tokens == 1)
-        STEP_SECONDS.observe(seconds)
-        STEP_TOKENS.observe(sum(chunk.num_tokens for chunk in chunks))
-        TOKENS.labels("decode").inc(decoded)
-        TOKENS.labels("prefill").inc(sum(chunk.num_tokens for chunk in chunks) - decoded)
-        self._measure_load()
-
     def _measure_load(self) -> None:
         """After each step, and when a sequence leaves: an idle engine runs no step that would say so."""
-        RUNNING.set(len(self.scheduler.running))
-        WAITING.set(len(self.scheduler.waiting))
-        KV_BLOCKS.labels("used").set(self.blocks.num_used)
-        KV_BLOCKS.labels("free").set(self.blocks.num_free)
+        self._metrics.look(sum(1 for keys in self._wanted.values() if keys))
+
+
+def _error_of(sequence: Sequence, token: SampledToken) -> TandemError | None:
+    """Why a token cannot be used, if so."""
+    if not token.is_finite:
+        return ModelFailure("the language model gave values that are not finite for this request")
+    if sequence.grammar is not None and (reason := sequence.grammar.error) is not None:
+        return InvalidRequest(reason)
+    if not token.is_possible:
+        return InvalidRequest(
+            "no token can come next: the request's grammar, allowed_token_ids, bad_words, logit_bias, min_tokens and "
+            "ignore_eos exclude all together"
+        )
+    return None

@@ -37,6 +37,7 @@ def tokens_of(sequence: Sequence, token: SampledToken | None = None) -> Sequence
         offset=len(sequence.output_token_ids),
         tokens=[] if token is None else [token.token_id],
         logprobs=None if token is None or token.logprobs is None else [token.logprobs],
+        prompt_logprobs=None if sequence.output_token_ids else sequence.prompt_logprobs,
     )
 
 

@@ -1,10 +1,12 @@
 """Which tokens of which sequences run in the next step.
 
-Owns the waiting and the running list and the rules: decodes first, then chunks of prompts in arrival order up to the
-token budget, each up to the first vision span whose embedding has not arrived; when blocks run out, the youngest
-sequence is put back to be recomputed, those that wait for media first. Pure: knows no torch, sockets or clock.
+Owns the waiting and the running list and the rules: decodes first, then chunks of prompts by priority and in arrival
+order up to the token budget, each up to the first vision span whose embedding has not arrived. What one computes now,
+an equal prompt waits for. When blocks run out, the youngest sequence of the least priority is put back to be
+recomputed, those that wait for media first. Pure: knows no torch, sockets or clock.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +14,11 @@ from dataclasses import dataclass, field
 from common.errors import ContextTooLong, Overloaded
 from decoder_svc.block_manager import BlockManager
 from decoder_svc.sequence import Sequence
+
+# So often may later arrivals of a higher priority be put before a waiting sequence; then it is its turn.
+MAX_OVERTAKEN = 64
+# A row of logits is as long as the vocabulary: with log probabilities of the prompt, a chunk has only so many tokens.
+MAX_PROMPT_LOGPROB_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,13 @@ class Chunk:
         """Whether the chunk reaches the newest token, so that a next one can be sampled."""
         return self.end == self.sequence.num_tokens
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Tokens, from the first of the chunk, whose logits are wanted for the log probabilities of the prompt."""
+        if self.sequence.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.end, self.sequence.num_prompt_tokens - 1) - self.start)
+
 
 @dataclass
 class _Step:
@@ -40,6 +54,7 @@ class _Step:
     tokens_left: int
     sequences_left: int
     chunks: list[Chunk] = field(default_factory=list)
+    being_computed: set[bytes] = field(default_factory=set)  # hashes of the blocks that running sequences will fill
 
     @property
     def budget(self) -> int:
@@ -75,6 +90,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_prefix_tokens = 0
+        """Prompt tokens of sequences when they were first started, and ..."""
+        self.num_prefix_hit_tokens = 0
+        """... those of them that the cache held."""
+        self._numbers = itertools.count()
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -97,7 +117,8 @@ class Scheduler:
             )
         if len(self.waiting) >= self._max_waiting:
             raise Overloaded(f"{len(self.waiting)} requests wait in this decoder: try again later", retry_after_s=1.0)
-        self.waiting.append(sequence)
+        sequence.number = next(self._numbers)
+        self._queue(sequence)
         self._share_prefix(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -113,9 +134,12 @@ class Scheduler:
         step = _Step(self._max_tokens_per_step, self._max_sequences)
         preemptions_before = self.num_preemptions
         has_room = True
-        for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
+        for sequence in sorted(self.running, key=lambda s: (not s.is_decoding, s.priority)):
             if sequence in self.running:
                 has_room &= self._add_chunk(sequence, step)
+        if self.waiting:
+            for sequence in self.running:
+                step.being_computed |= self._to_compute(sequence)
         # Who was preempted for others in this step does not start again in it, nor does anybody while one lacks room.
         while has_room and self.num_preemptions == preemptions_before:
             if not self._start_next(step):
@@ -144,12 +168,15 @@ class Scheduler:
     def _start_next(self, step: "_Step") -> bool:
         """Start the first waiting sequence that has tokens to run; false when there is none, or no room for it.
 
-        One that waits for embeddings is passed over when it has no token to run or no room, so it stops nobody.
+        One that waits for embeddings is passed over when it has no token to run or no room, so it stops nobody; and so
+        is one whose next block is being computed for another: all choices of a request share one prefill.
         """
         if not step.budget:
             return False
         for sequence in self.waiting:
             self._share_prefix(sequence)
+            if self._next_block_is_coming(sequence, step):
+                continue
             count = self._runnable(sequence, step.budget)
             if count == 0:
                 continue
@@ -160,10 +187,44 @@ class Scheduler:
                 return False
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self._count_prefix(sequence)
+            step.being_computed |= self._to_compute(sequence)
             return self._add_chunk(sequence, step)
         return False
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Put a sequence among the waiting, by priority and then by admission; nobody is overtaken for ever."""
+        position = len(self.waiting)
+        while position and self._goes_before(sequence, self.waiting[position - 1]):
+            position -= 1
+            self.waiting[position].num_overtaken += self.waiting[position].number < sequence.number
+        self.waiting.insert(position, sequence)
+
+    @staticmethod
+    def _goes_before(sequence: Sequence, other: Sequence) -> bool:
+        if sequence.number > other.number and other.num_overtaken >= MAX_OVERTAKEN:
+            return False
+        return (sequence.priority, sequence.number) < (other.priority, other.number)
+
+    def _to_compute(self, sequence: Sequence) -> set[bytes]:
+        """Hashes of the blocks that a running sequence has still to fill, and can with the embeddings that are here."""
+        if sequence.is_decoding:
+            return set()
+        start = sequence.num_computed_tokens
+        end = start + self._runnable(sequence, sequence.num_tokens)
+        return set(sequence.block_hashes[start // self._blocks.block_size : end // self._blocks.block_size])
+
+    def _next_block_is_coming(self, sequence: Sequence, step: "_Step") -> bool:
+        index = sequence.num_computed_tokens // self._blocks.block_size
+        usable = sequence.num_shareable_tokens // self._blocks.block_size
+        return index < usable and sequence.block_hashes[index] in step.being_computed
+
+    def _count_prefix(self, sequence: Sequence) -> None:
+        """Note how much the cache held, at the first start."""
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self.num_prefix_tokens += sequence.num_prompt_tokens
+            self.num_prefix_hit_tokens += sequence.num_cached_tokens
 
     def _reclaim(self, needed: int, starting: Sequence) -> bool:
         """Make `needed` blocks free for a start, from those who do not run; false when they hold too few.
@@ -196,6 +257,8 @@ class Scheduler:
         """Tokens that may run now: within the budget and before the first span whose embedding is not here."""
         start = sequence.num_computed_tokens
         end = min(sequence.num_tokens, start + budget)
+        if sequence.prompt_logprobs is not None:
+            end = min(end, start + MAX_PROMPT_LOGPROB_ROWS)
         for span in sequence.spans_from(start):
             if span.offset < end and not self._has_media(span.key):
                 return max(span.offset, start) - start
@@ -216,21 +279,24 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """Who gives up blocks: one that only waits (its shared prefix), one that waits for media, or the youngest."""
+        """Who gives up blocks.
+
+        One that only waits (its shared prefix), one that waits for media, or the youngest of the least priority.
+        """
         for sequence in reversed(self.waiting):
             if sequence.block_table:
                 return sequence
         for sequence in reversed(self.running):
             if self._runnable(sequence, 1) == 0:
                 return sequence
-        return self.running[-1]
+        return max(reversed(self.running), key=lambda sequence: sequence.priority)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._drop_blocks(sequence)
         if sequence in self.running:
             self.num_preemptions += 1
             self.running.remove(sequence)
-            self.waiting.appendleft(sequence)
+            self._queue(sequence)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         self._blocks.give_back(sequence.block_table)
@@ -240,6 +306,6 @@ class Scheduler:
     def _share_prefix(self, sequence: Sequence) -> None:
         """Take what the cache holds of a waiting sequence's beginning; the newest token is always computed."""
         sequence.hash_blocks(self._blocks.block_size)
-        usable = (sequence.num_tokens - 1) // self._blocks.block_size
+        usable = sequence.num_shareable_tokens // self._blocks.block_size
         sequence.block_table += self._blocks.share(sequence.block_hashes[len(sequence.block_table) : usable])
         sequence.num_computed_tokens = len(sequence.block_table) * self._blocks.block_size

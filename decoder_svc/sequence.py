@@ -5,13 +5,16 @@ alone, in the engine thread.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.messages import GenerateRequest, MediaItem, SamplingParams
+from common.messages import GenerateRequest, MediaItem, SamplingParams, TokenLogprobs
+from decoder_svc.grammar import GrammarState
 from decoder_svc.positions import MediaSpan, mrope_positions
 
 
@@ -51,6 +54,11 @@ class Prompt:
         spans = sorted((span for item in request.media for span in _spans_of(item)), key=lambda span: span.offset)
         return cls(request.prompt_token_ids, tuple(spans), positions, delta, request.cache_salt)
 
+    @cached_property
+    def distinct_token_ids(self) -> NDArray[np.int64]:
+        """Each token id of the prompt once."""
+        return np.unique(np.asarray(self.token_ids, np.int64))
+
 
 def _spans_of(item: MediaItem) -> list[VisionSpan]:
     spans, row = [], 0
@@ -79,6 +87,14 @@ class Sequence:
     started_at: float | None = None
     first_token_at: float | None = None
     media_wait_s: float = 0.0
+    priority: int = 0  # the lower, the earlier
+    number: int = 0  # in the order of admission
+    num_overtaken: int = 0  # how often one that was admitted later was put before it
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt tokens 1, 2, ...; None when not wanted
+    is_pooled: bool = False  # the answer is the last token's hidden state
+    grammar: GrammarState | None = None
+    _counts: Counter[int] = field(default_factory=Counter)
+    _num_counted: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -106,6 +122,24 @@ class Sequence:
         if end <= len(prompt):
             return prompt[start:end]
         return prompt[start:] + self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)]
+
+    @property
+    def num_shareable_tokens(self) -> int:
+        """Tokens that need not be computed if the cache holds them: not the newest, nor any whose logits are wanted."""
+        if self.prompt_logprobs is None:
+            return self.num_tokens - 1
+        return min(self.num_tokens - 1, len(self.prompt_logprobs))
+
+    def output_counts(self) -> Counter[int]:
+        """How often each token is in the output; counts only what came since the last call."""
+        self._counts.update(self.output_token_ids[self._num_counted :])
+        self._num_counted = len(self.output_token_ids)
+        return self._counts
+
+    def distinct_token_ids(self) -> NDArray[np.int64]:
+        """Each token id of prompt and output once."""
+        output = np.fromiter(self.output_counts(), np.int64)
+        return np.union1d(self.prompt.distinct_token_ids, output)
 
     def spans_from(self, position: int) -> Seq[VisionSpan]:
         """Spans that have tokens at or behind a position."""

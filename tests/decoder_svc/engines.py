@@ -60,6 +60,7 @@ class Driver:
     deliver: Callable[[str], Tensor | None]
     outputs: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], SequenceTokens] = field(default_factory=dict)
+    events: dict[str, list[SequenceTokens]] = field(default_factory=dict)
     logprobs: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     wanted: list[tuple[str, list[str]]] = field(default_factory=list)
     charged: int = 0
@@ -82,6 +83,7 @@ class Driver:
 
     def _note_tokens(self, event: SequenceTokens) -> None:
         name = (event.request_id, event.choice)
+        self.events.setdefault(event.request_id, []).append(event)
         assert name not in self.ends, "told of a sequence that had ended"
         output = self.outputs.setdefault(name, [])
         if event.error is None:

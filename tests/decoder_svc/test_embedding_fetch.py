@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from common.embedding import ExpectedEmbedding, checksum
 from common.errors import EncoderUnavailable, ProtocolError, TandemError
+from common.members import Member
 from common.messages import (
     MAX_CHUNK_BYTES,
     AnyMessage,
@@ -24,6 +25,7 @@ from common.messages import (
 from common.transport import Received, Router
 from common.wire import error_detail
 from decoder_svc.embedding_fetch import CREDIT_CHUNKS, EncoderFetcher
+from tests.common.sockets import background, eventually, zmq_context
 from tests.decoder_svc.requests import FINGERPRINT, key_of
 
 ROWS, WIDTH = 64, 8
@@ -54,6 +56,7 @@ class FakeEncoder:
     router: Router
     script: Script
     credits: asyncio.Queue[FetchCredit]
+    instance_id: str = "encoder-1"
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -61,7 +64,7 @@ class FakeEncoder:
                 received = await self.router.receive()
                 match received.message:
                     case Hello():
-                        self.router.send(received.peer, hello())
+                        self.router.send(received.peer, msgspec.structs.replace(hello(), instance_id=self.instance_id))
                     case Fetch() as fetch:
                         tasks.create_task(self.script(self, received, fetch))  # type: ignore[arg-type]
                     case FetchCredit() as credit:
@@ -241,7 +244,25 @@ async def test_an_encoder_that_no_longer_holds_it_is_an_unavailable_source() -> 
 async def test_an_unknown_encoder_is_an_unavailable_source() -> None:
     async with fetching(serve) as (fetcher, _):
         with pytest.raises(EncoderUnavailable, match="no connection to encoder 'other'"):
-            await fetcher.fetch("other", EXPECTED, 10)
+            await fetcher.fetch("other", EXPECTED, 0.05)
+
+
+async def test_a_fetch_waits_for_a_connection_that_is_being_made_and_not_for_one_that_was_lost() -> None:
+    async with fetching(serve) as (fetcher, encoder):
+        encoder.router.close()
+        await eventually(lambda: not fetcher.encoder_ids)
+        async with asyncio.timeout(1.0):
+            with pytest.raises(EncoderUnavailable, match="no connection"):
+                await fetcher.fetch("encoder-1", EXPECTED, 10)  # known to be away: nothing to wait for
+        with zmq_context() as context:
+            router = Router(context, "tcp://127.0.0.1:0", name="data", max_payload_bytes=MAX_CHUNK_BYTES)
+            other = FakeEncoder(router, serve, asyncio.Queue(), "encoder-2")
+            async with background(other.run()):
+                fetch = asyncio.create_task(fetcher.fetch("encoder-2", EXPECTED, 10))
+                await asyncio.sleep(0)
+                fetcher.set_members([Member((router.endpoint,))])
+                _, payload = await fetch
+        assert payload == PAYLOAD
 
 
 async def _half(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:

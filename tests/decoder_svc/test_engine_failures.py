@@ -40,7 +40,9 @@ def test_a_step_that_raises_ends_the_guilty_request_alone(world: World) -> None:
     run = Driver(engine, world.embeddings.__getitem__)
     mates = [
         request_of(world, MORE, request_id="text"),
-        request_of(world, TEXT, 0, MORE, request_id="picture", sampling=greedy(6, n=2, temperature=1.0)),
+        request_of(
+            world, TEXT, 0, MORE, request_id="picture", sampling=greedy(6, n=2, temperature=1.0, logit_bias={99: -100})
+        ),
         request_of(world, TEXT, request_id="late"),
     ]
     run.add(mates[0])
@@ -58,7 +60,7 @@ def test_a_sampler_that_raises_leaves_the_others_as_they_were(world: World) -> N
     run = driver(world)
     sample = run.engine._sampler.sample
 
-    def failing(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    def failing(logits: Tensor, sequences: list[Sequence], masks: object) -> list[SampledToken]:
         if any(sequence.request_id == "bad" for sequence in sequences):
             raise RuntimeError("an index out of range, say")
         return sample(logits, sequences)
@@ -163,8 +165,14 @@ def test_a_new_attempt_replaces_the_old_one(world: World) -> None:
         ({"sampling": greedy(stop_token_ids=[300])}, "vocabulary"),
         ({"sampling": greedy(logit_bias={300: 1.0})}, "vocabulary"),
         ({"sampling": greedy(logit_bias={3: float("nan")})}, "not finite"),
-        ({"sampling": greedy(allowed_token_ids=[3])}, "allowed_token_ids"),
-        ({"sampling": greedy(grammar_kind="regex", grammar="a")}, "grammar_kind, grammar"),
+        ({"sampling": greedy(allowed_token_ids=[])}, "allowed_token_ids is empty"),
+        ({"sampling": greedy(allowed_token_ids=[300])}, "vocabulary"),
+        ({"sampling": greedy(bad_words_ids=[[3], []])}, "a word without tokens"),
+        ({"sampling": greedy(bad_words_ids=[[3, 300]])}, "vocabulary"),
+        ({"sampling": greedy(grammar_kind="regex", grammar="a")}, "tokenizer.json"),
+        ({"sampling": greedy(num_prompt_logprobs=60_000)}, "above the limit"),
+        ({"finished": [1]}, "choice 1 is said to be finished"),
+        ({"pooling": "last", "sampling": greedy(n=2)}, "one choice"),
         ({"prompt_token_ids": list(range(200))}, "has 200 tokens"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from decoder_svc.__main__ import _eos_token_ids, _kv_cache
+from decoder_svc.__main__ import _eos_token_ids, _kv_cache, _max_tokens_per_step
 from decoder_svc.config import DecoderSettings
 from tests.decoder_svc.engines import World
 
@@ -49,3 +49,8 @@ def test_the_cache_takes_the_bytes_that_it_is_given(world: World) -> None:
 def test_a_cache_too_small_for_two_blocks_stops_the_start_with_the_bytes_it_needs(world: World) -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-bytes 100 .* give at least 8192"):
         _kv_cache(DecoderSettings(model="m", kv_cache_bytes=100, block_size=4), world.pair.model)
+
+
+def test_steps_on_cpu_are_short_unless_the_setting_says_otherwise(world: World) -> None:
+    assert _max_tokens_per_step(DecoderSettings(model="m"), world.pair.model) == 768
+    assert _max_tokens_per_step(DecoderSettings(model="m", max_tokens_per_step=4096), world.pair.model) == 4096

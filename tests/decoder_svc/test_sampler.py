@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.messages import SamplingParams
-from decoder_svc.sampler import SampledToken, Sampler
+from decoder_svc.sampler import SampledToken, Sampler, prompt_logprobs
 from decoder_svc.sequence import Sequence
 from tests.decoder_svc.requests import sequence_of
 
@@ -194,3 +194,39 @@ def test_half_precision_logits_and_inference_tensors_are_adjusted_too() -> None:
     penalised = sequence(output=[0], presence_penalty=2.5)
     assert Sampler([]).sample(as_from_model, [penalised])[0].token_id == 1
     assert Sampler([]).sample(torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.bfloat16), [penalised])[0].token_id == 1
+
+
+def test_only_allowed_tokens_come_whatever_their_scores() -> None:
+    assert token(HALVES, sequence(allowed_token_ids=[3, 2, 3])) == 2
+    found = frequencies(HALVES, allowed_token_ids=[1, 3])
+    check_distribution(found, {1: 4 / 5, 3: 1 / 5})
+
+
+def test_a_bad_word_of_one_token_never_comes_and_a_longer_one_is_kept_from_its_end() -> None:
+    words = {"bad_words_ids": [[0], [2, 1]]}
+    assert token(HALVES, sequence(**words)) == 1
+    assert token(HALVES, sequence(output=[2], **words)) == 2
+    assert token(HALVES, sequence(output=[2, 3], **words)) == 1
+    assert token(HALVES, sequence(prompt=[2], **words)) == 1, "the prompt is not part of a bad word"
+
+
+def test_a_row_without_any_possible_token_says_so_and_touches_no_other() -> None:
+    stuck = sequence(allowed_token_ids=[1], bad_words_ids=[[1]])
+    drawn = sequence(allowed_token_ids=[1], bad_words_ids=[[1]], temperature=1.0)
+    results = sample(HALVES, stuck, sequence(), drawn)
+    assert [result.is_possible for result in results] == [False, True, False]
+    assert all(result.is_finite for result in results)
+
+
+def test_equal_scores_at_the_edge_of_top_k_go_to_the_lower_ids_in_any_batch() -> None:
+    logits = torch.tensor([1.0, 3.0, 1.0, 1.0, 1.0])
+    one = sequence(temperature=1.0, top_k=2, seed=5)
+    mates = [sequence(temperature=1.0, top_k=k, seed=5) for k in (3, 4, 2)]
+    assert sample(logits, one)[0] == sample(logits, *mates, one)[-1]
+
+
+def test_log_probabilities_of_the_prompt_are_those_of_its_own_tokens() -> None:
+    found = prompt_logprobs(HALVES.repeat(2, 1), [1, 4], 1)
+    assert [entry.logprob for entry in found] == pytest.approx([math.log(1 / 4), math.log(1 / 16)])
+    assert [[token_id for token_id, _ in entry.top] for entry in found] == [[0], [0]]
+    assert prompt_logprobs(HALVES.repeat(1, 1), [2], 0)[0].top == []

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import ContextTooLong, Overloaded
 from decoder_svc.block_manager import BlockManager
-from decoder_svc.scheduler import Chunk, Scheduler
+from decoder_svc.scheduler import MAX_OVERTAKEN, Chunk, Scheduler
 from decoder_svc.sequence import Sequence
 from tests.decoder_svc.requests import PAD_ID, greedy, key_of, picture, sequence_of
 
@@ -135,11 +135,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         lengths=st.lists(st.integers(0, 5), min_size=1, max_size=3),
         pictures=st.lists(st.integers(0, 2), max_size=2),
         max_tokens=st.integers(1, 9),
-        n=st.integers(1, 2),
+        n=st.integers(1, 3),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
         salt=st.sampled_from([None, None, "s"]),
     )
     def admit(
-        self, first: int, lengths: list[int], pictures: list[int], max_tokens: int, n: int, salt: str | None
+        self,
+        first: int,
+        lengths: list[int],
+        pictures: list[int],
+        max_tokens: int,
+        n: int,
+        priority: int,
+        salt: str | None,
     ) -> None:
         ids, media = [first], []
         for position, length in enumerate(lengths):
@@ -157,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sampling=greedy(max_tokens),
                 cache_salt=salt,
             )
+            sequence.priority = priority
             self.engine.admit(sequence)
 
     @rule(number=st.integers(0, 2))
@@ -383,3 +392,97 @@ def test_what_a_distrusted_sequence_computed_is_shared_no_more() -> None:
     engine.admit(again)
     engine.run_to_the_end()
     assert again.num_cached_tokens == 0
+
+
+def of_priority(name: str, priority: int, num_tokens: int = 8, max_tokens: int = 3, first: int = 0) -> Sequence:
+    sequence = text(name, num_tokens, max_tokens, first)
+    sequence.priority = priority
+    return sequence
+
+
+def test_a_lower_priority_value_starts_first_and_equal_ones_in_the_order_of_arrival() -> None:
+    engine = SimulatedEngine(100, max_sequences=1)
+    names = [("late", 5), ("a", 0), ("urgent", -1), ("b", 0)]
+    engine.admit(*(of_priority(name, priority, first=100 * i) for i, (name, priority) in enumerate(names)))
+    engine.run_to_the_end()
+    assert list(engine.outputs) == ["urgent", "a", "b", "late"]
+
+
+def test_the_prompt_of_a_higher_priority_runs_before_one_that_was_begun_earlier() -> None:
+    engine = SimulatedEngine(100, max_tokens_per_step=10)
+    waits = sequence_of([*range(4), *[PAD_ID] * 4, *range(40)], media=[picture(1, 4)], request_id="long")
+    waits.priority = 1
+    engine.admit(waits)
+    engine.step()
+    engine.admit(of_priority("urgent", 0, num_tokens=32, first=100))
+    assert [chunk.sequence.request_id for chunk in engine.step()] == ["urgent"]
+    engine.media.add(key_of(1))
+    assert [chunk.sequence.request_id for chunk in engine.step()] == ["urgent"]
+
+
+def test_the_least_priority_gives_up_its_blocks_and_still_finishes() -> None:
+    engine = SimulatedEngine(8)
+    engine.admit(of_priority("low", 1, max_tokens=16), of_priority("high", 0, max_tokens=16, first=100))
+    engine.run_to_the_end()
+    assert engine.scheduler.num_preemptions > 0
+    assert list(engine.outputs) == ["high", "low"]
+
+
+def test_nobody_is_overtaken_for_ever() -> None:
+    engine = SimulatedEngine(100, max_sequences=1, max_waiting=1000)
+    engine.admit(of_priority("patient", 9))
+    for number in range(MAX_OVERTAKEN + 20):
+        engine.admit(of_priority(f"urgent {number}", 0))
+    engine.run_to_the_end()
+    assert list(engine.outputs).index("patient") == MAX_OVERTAKEN
+
+
+def test_all_choices_of_a_request_share_one_prefill() -> None:
+    engine = SimulatedEngine(100, max_tokens_per_step=16)
+    engine.admit(*(sequence_of(range(41), choice=c, request_id=f"{c}", sampling=greedy(2)) for c in range(4)))
+    num_tokens = 0
+    while engine.scheduler.sequences:
+        num_tokens += sum(chunk.num_tokens for chunk in engine.step() if not chunk.sequence.is_decoding)
+    assert num_tokens <= 41 + 3 * BLOCK_SIZE + 4 * 2
+
+
+def test_an_equal_prompt_waits_for_one_that_runs_but_not_when_that_waits_itself() -> None:
+    engine = SimulatedEngine(100, max_tokens_per_step=8)
+    ids = [*range(4), *[PAD_ID] * 4, *range(9)]
+    engine.admit(sequence_of(ids, media=[picture(1, 4)], request_id="first"))
+    assert [chunk.end for chunk in engine.step()] == [4]
+    engine.admit(sequence_of([*range(4), *range(50, 63)], request_id="branches off"))
+    assert [(chunk.sequence.request_id, chunk.start) for chunk in engine.step()] == [("branches off", 4)]
+    engine.media.add(key_of(1))
+    engine.run_to_the_end()
+
+
+def test_an_equal_prompt_goes_on_when_the_one_that_it_waited_for_leaves() -> None:
+    engine = SimulatedEngine(100, max_tokens_per_step=8)
+    first = text("first", 30)
+    engine.admit(first, text("second", 30))
+    assert [chunk.sequence.request_id for chunk in engine.step()] == ["first"]
+    engine.scheduler.remove(first)
+    assert [(chunk.sequence.request_id, chunk.start) for chunk in engine.step()] == [("second", 8)]
+    engine.run_to_the_end()
+
+
+def test_every_token_before_a_late_span_is_computed_when_its_embedding_arrives() -> None:
+    engine = SimulatedEngine(100, max_tokens_per_step=5)
+    ids = [*range(7), *[PAD_ID] * 4, *range(13), *[PAD_ID] * 4, 1]
+    sequence = sequence_of(ids, media=[picture(1, 7), picture(2, 24)])
+    engine.media.add(key_of(1))
+    engine.admit(sequence)
+    while engine.step():
+        pass
+    assert sequence.num_computed_tokens == 24
+    engine.media.add(key_of(2))
+    assert [(chunk.start, chunk.end) for chunk in engine.step()] == [(24, 29)]
+
+
+def test_hits_of_the_prefix_cache_are_counted_in_tokens() -> None:
+    engine = SimulatedEngine(100)
+    for name in ("first", "again"):
+        engine.admit(text(name, 9, max_tokens=1))
+        engine.run_to_the_end()
+    assert (engine.scheduler.num_prefix_tokens, engine.scheduler.num_prefix_hit_tokens) == (18, 8)

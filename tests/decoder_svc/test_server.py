@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq.asyncio
+from prometheus_client import REGISTRY
 
 from common.embedding import ExpectedEmbedding, checksum
 from common.errors import EncoderUnavailable, ProtocolError, TandemError
@@ -35,6 +36,7 @@ from decoder_svc import server
 from decoder_svc.embedding_inbox import EmbeddingInbox
 from decoder_svc.server import DecoderServer
 from tests.decoder_svc.engines import World, make_engine
+from tests.decoder_svc.grammars import compiler, text_of
 from tests.decoder_svc.requests import FINGERPRINT, generate_request, greedy, key_of
 
 TEXT = [5, 17, 200, 33, 7, 90, 121]
@@ -141,12 +143,19 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(world: World, **limits: int) -> AsyncIterator[Served]:
+async def serving(world: World, *, finish_within_s: float | None = None, **limits: int) -> AsyncIterator[Served]:
     context = zmq.asyncio.Context()
     router = Router(context, "tcp://127.0.0.1:0", name="control")
     encoders = FakeEncoders(world)
     engine = make_engine(world.pair.model, **limits)
-    decoder = DecoderServer(router, encoders, engine, DECODER)  # type: ignore[arg-type]
+    decoder = DecoderServer(
+        router,
+        encoders,  # type: ignore[arg-type]
+        engine,
+        DECODER,
+        grammars=compiler(),
+        finish_within_s=finish_within_s,
+    )
     decoder.inbox = EmbeddingInbox(
         encoders, None, decoder, width=192, levels=3, itemsize=4, max_bytes=1 << 20, is_held=engine.pool.__contains__
     )
@@ -327,6 +336,107 @@ async def test_a_decoder_that_drains_refuses_new_work_retryably_and_finishes_wha
         async with asyncio.timeout(5):
             await drained
         assert (await gateway.greet()).is_draining
+
+
+async def test_what_does_not_finish_in_time_is_handed_over_and_leaves_nothing(world: World) -> None:
+    async with serving(world, finish_within_s=0.05) as served:
+        gateway = await served.gateway()
+        gateway.send(picture_request(world, "waits", attempt=2))
+        await gateway.next(MediaNeeded)
+        async with asyncio.timeout(5):
+            await served.server.drain()
+        end = await gateway.end_of("waits")
+        assert (end.finish_reason, end.attempt, end.error) == ("hand_over", 2, None)
+        await served.until_idle()
+
+
+async def test_a_choice_that_is_cancelled_ends_alone_and_with_the_last_one_the_request(world: World) -> None:
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(generate_request(TEXT, sampling=greedy(150, n=3)))
+        await gateway.next(TokenBatch)
+        gateway.send(Cancel(request_id="r", choice=1))
+        gateway.send(Cancel(request_id="r", choice=1))
+        gateway.send(Cancel(request_id="r", choice=99))
+        await served.until(lambda: len(served.server._engine.scheduler.sequences) == 2)
+        assert {sequence.choice for sequence in served.server._engine.scheduler.sequences} == {0, 2}
+        gateway.send(Cancel(request_id="r", choice=0))
+        ends = [await gateway.end_of("r")]
+        assert [(end.choice, end.finish_reason) for end in ends] == [(2, "length")]
+        await served.until_idle()
+        gateway.send(generate_request(TEXT, sampling=greedy(180)))
+        await gateway.next(TokenBatch)
+        gateway.send(Cancel(request_id="r", choice=0))
+        await served.until_idle()
+
+
+async def test_choices_that_are_finished_are_not_run(world: World) -> None:
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(generate_request(TEXT, sampling=greedy(6, n=3), outputs=[[1], [2, 3], []], finished=[0, 1]))
+        end = await gateway.end_of("r")
+        assert (end.choice, end.finish_reason) == (2, "length")
+        assert list(gateway.outputs) == [("r", 2)]
+        await served.until_idle()
+
+
+async def test_a_grammar_is_compiled_and_followed_and_a_wrong_one_is_refused_alone(world: World) -> None:
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(generate_request(TEXT, request_id="free", sampling=greedy(20)))
+        wrong = greedy(grammar_kind="json_schema", grammar='{"properties": {"foo": "bar"}}')
+        gateway.send(generate_request(TEXT, request_id="wrong", sampling=wrong))
+        error = (await gateway.end_of("wrong")).error
+        assert error is not None
+        assert error.code == "invalid_request"
+        assert "$.properties.foo" in error.message
+        gateway.send(generate_request(TEXT, sampling=greedy(20, n=2, grammar_kind="regex", grammar="[0-9]{5}")))
+        assert (await gateway.end_of("r")).finish_reason == "stop"
+        assert [len(text_of(gateway.outputs["r", choice])) for choice in range(2)] == [5, 5]
+        assert text_of(gateway.outputs["r", 0]).isdigit()
+        await served.until(lambda: not served.server._requests)
+        assert gateway.outputs["free", 0]
+
+
+async def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_is_never_run(world: World) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+
+    class SlowCompiler:
+        def compile(self, kind: str, text: str | None) -> object:
+            compiling.set()
+            go_on.wait(5)
+            return compiler().compile("regex", text)
+
+    async with serving(world) as served:
+        served.server._grammars = SlowCompiler()  # type: ignore[assignment]
+        gateway = await served.gateway()
+        gateway.send(generate_request(TEXT, sampling=greedy(20, grammar_kind="regex", grammar="a{9}")))
+        await served.until(compiling.is_set)
+        gateway.send(generate_request(TEXT, request_id="free", sampling=greedy(4)))
+        assert (await gateway.end_of("free")).finish_reason == "length"
+        gateway.send(Cancel(request_id="r"))
+        await served.until(lambda: not served.server._requests)
+        go_on.set()
+        await served.until(lambda: not served.server._compiling)
+        await served.until_idle()
+        assert ("r", 0) not in gateway.outputs
+
+
+async def test_an_idle_decoder_says_that_it_holds_nothing_and_a_leak_shows(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "REPORT_EVERY_S", 0.02)
+
+    def leaked() -> float | None:
+        return REGISTRY.get_sample_value("tandem_decoder_leaked", {"kind": "kv_blocks"})
+
+    async with serving(world) as served:
+        gateway = await served.gateway()
+        gateway.send(generate_request(TEXT))
+        await gateway.end_of("r")
+        await served.until(lambda: leaked() == 0)
+        served.server._thread.submit(lambda engine: engine.blocks.try_take(3) and ())  # type: ignore[arg-type,return-value]
+        await served.until(lambda: leaked() == 3)
 
 
 async def test_gateways_are_told_of_the_load(world: World) -> None:

@@ -1,0 +1,92 @@
+"""What the engine counts and measures, and the check that an idle one holds nothing.
+
+Owns the metrics' names and how they follow from the scheduler's and the block manager's own counts. Knows nothing of
+models or sockets. Called in the engine thread.
+"""
+
+import time
+from collections.abc import Sequence as Seq
+
+from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
+from decoder_svc.block_manager import BlockManager
+from decoder_svc.scheduler import Chunk, Scheduler
+
+STEP_SECONDS = Histogram("tandem_decoder_step_seconds", "Time of one engine step", buckets=SECONDS_BUCKETS)
+STEP_TOKENS = Histogram(
+    "tandem_decoder_step_tokens",
+    "Tokens in one engine step",
+    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+)
+STEP_SEQUENCES = Histogram(
+    "tandem_decoder_step_sequences",
+    "Sequences in one engine step, by what they do in it",
+    ["kind"],
+    buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128),
+)
+TOKENS = Counter("tandem_decoder_tokens_total", "Tokens that went through the language model", ["kind"])
+PREEMPTIONS = Counter("tandem_decoder_preemptions_total", "Sequences put back to be recomputed")
+PREFIX_TOKENS = Counter("tandem_decoder_prefix_tokens_total", "Prompt tokens of started sequences", ["cache"])
+RUNNING = Gauge("tandem_decoder_running", "Sequences that hold KV blocks and run")
+WAITING = Gauge("tandem_decoder_waiting", "Sequences that wait to be started")
+WAITING_FOR_MEDIA = Gauge("tandem_decoder_waiting_for_media", "Sequences whose embeddings are not all here")
+KV_BLOCKS = Gauge("tandem_decoder_kv_blocks", "KV blocks; cached are those of the free with known content", ["state"])
+KV_EVICTIONS = Counter("tandem_decoder_kv_evictions_total", "KV blocks whose kept content was given up for another's")
+IDLE_SHARE = Gauge("tandem_decoder_device_idle_share", "Share of the last seconds in which no step ran on the device")
+LEAKED = Gauge("tandem_decoder_leaked", "What an idle decoder still holds and should not", ["kind"])
+
+IDLE_WINDOW_S = 5.0
+
+
+class EngineMetrics:
+    """Reads the counts of one engine. Counters advance by what has changed since the last look."""
+
+    def __init__(self, scheduler: Scheduler, blocks: BlockManager) -> None:
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._counted: dict[str, int] = {}
+        self._window_began = time.monotonic()
+        self._busy_s = 0.0
+
+    def stepped(self, chunks: Seq[Chunk], seconds: float) -> None:
+        """A step has run."""
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        decoded = sum(1 for chunk in chunks if chunk.num_tokens == 1)
+        STEP_SECONDS.observe(seconds)
+        STEP_TOKENS.observe(num_tokens)
+        STEP_SEQUENCES.labels("decode").observe(decoded)
+        STEP_SEQUENCES.labels("prefill").observe(len(chunks) - decoded)
+        TOKENS.labels("decode").inc(decoded)
+        TOKENS.labels("prefill").inc(num_tokens - decoded)
+        self._busy_s += seconds
+
+    def look(self, num_waiting_for_media: int) -> None:
+        """Say how things stand: after each step, and when a sequence leaves, since an idle engine runs no step."""
+        scheduler, blocks = self._scheduler, self._blocks
+        RUNNING.set(len(scheduler.running))
+        WAITING.set(len(scheduler.waiting))
+        WAITING_FOR_MEDIA.set(num_waiting_for_media)
+        KV_BLOCKS.labels("used").set(blocks.num_used)
+        KV_BLOCKS.labels("free").set(blocks.num_free)
+        KV_BLOCKS.labels("cached").set(blocks.num_cached)
+        self._advance(PREEMPTIONS, "preemptions", scheduler.num_preemptions)
+        self._advance(KV_EVICTIONS, "evictions", blocks.num_evicted)
+        misses = scheduler.num_prefix_tokens - scheduler.num_prefix_hit_tokens
+        self._advance(PREFIX_TOKENS.labels("hit"), "hit", scheduler.num_prefix_hit_tokens)
+        self._advance(PREFIX_TOKENS.labels("miss"), "miss", misses)
+
+    def look_at_device(self, now: float) -> None:
+        """Say which share of the time was idle; the window is some seconds."""
+        elapsed = now - self._window_began
+        if elapsed >= IDLE_WINDOW_S:
+            IDLE_SHARE.set(max(0.0, 1.0 - self._busy_s / elapsed))
+            self._window_began, self._busy_s = now, 0.0
+
+    def checked(self, *, embedding_bytes: int, needs: int) -> None:
+        """An idle engine was looked at: all counts are zero unless something leaks."""
+        LEAKED.labels("kv_blocks").set(self._blocks.num_used)
+        LEAKED.labels("embedding_bytes").set(embedding_bytes)
+        LEAKED.labels("embedding_needs").set(needs)
+
+    def _advance(self, counter: Counter, name: str, value: int) -> None:
+        counter.inc(value - self._counted.get(name, 0))
+        self._counted[name] = value
