@@ -5,6 +5,7 @@ keep their place and lose their bytes. Pure. Knows nothing of template engines, 
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -15,12 +16,13 @@ from gateway_svc.openai_schema import (
     ChatCompletionRequest,
     ImagePart,
     Message,
-    ProcessorKwargs,
     TextPart,
+    Tool,
     ToolCall,
     VideoPart,
 )
 from gateway_svc.plain_json import MAX_NESTING, check_plain
+from gateway_svc.sampling_schema import ProcessorKwargs
 
 _RESERVED_KWARGS = frozenset(
     {
@@ -37,8 +39,8 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
-def conversation_of(request: ChatCompletionRequest) -> tuple[Conversation, list[MediaReference]]:
-    """The conversation, and its media in prompt order."""
+def conversation_of(request: ChatCompletionRequest, tools: Sequence[Tool]) -> tuple[Conversation, list[MediaReference]]:
+    """The conversation, which shows these tools, and its media in prompt order."""
     references: list[MediaReference] = []
     messages = [_message(message, index, references) for index, message in enumerate(request.messages)]
     kwargs = request.chat_template_kwargs or {}
@@ -51,7 +53,7 @@ def conversation_of(request: ChatCompletionRequest) -> tuple[Conversation, list[
     add_generation_prompt = request.add_generation_prompt
     return Conversation(
         messages=messages,
-        tools=[tool.as_sent for tool in request.tools] if request.tools else None,
+        tools=[tool.as_sent for tool in tools] if tools else None,
         template_kwargs=kwargs,
         add_generation_prompt=not is_continued if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=is_continued,

@@ -33,6 +33,11 @@ class TokenTable:
             self._bytes[token_id] = _token_bytes(token, byte_of)
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @property
+    def size(self) -> int:
+        """Token ids from here on have no text."""
+        return len(self._bytes)
+
     def bytes_of(self, token_id: int) -> bytes:
         """What a token is made of, special tokens included. Ids without a token (padding rows) are empty."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
@@ -45,13 +50,13 @@ class TokenTable:
 class Detokenizer:
     """The text of one growing sequence of tokens."""
 
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
+    def __init__(self, table: TokenTable, *, keep_special: bool = False) -> None:
+        self._bytes_of = table.bytes_of if keep_special else table.visible_bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
         """The characters that this token completes."""
-        return self._decoder.decode(self._table.visible_bytes_of(token_id))
+        return self._decoder.decode(self._bytes_of(token_id))
 
     def flush(self) -> str:
         """What an unfinished character comes to at the end."""
@@ -79,10 +84,12 @@ class StopStrings:
     """Withholds text that may turn out to be a stop string, across any borders of tokens and chunks.
 
     The string that is complete first ends the text, just before it; of several complete at the same character, the
-    longest. Text is released as soon as it can no longer be part of one.
+    longest. Text is released as soon as it can no longer be part of one. With `is_shown`, the string itself is the
+    end of the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
+        self._is_shown = is_shown
         self._stops = [_StopString(stop, _fallbacks(stop)) for stop in stops if stop]
         self._withheld = ""
         self.is_hit = False
@@ -99,7 +106,8 @@ class StopStrings:
             if complete:
                 self.is_hit = True
                 self._withheld = ""
-                return pending[: len(pending) - len(text) + index + 1 - max(complete)]
+                end = len(pending) - len(text) + index + 1
+                return pending[: end if self._is_shown else end - max(complete)]
         num_withheld = max(stop.num_matched for stop in self._stops)
         self._withheld = pending[len(pending) - num_withheld :]
         return pending[: len(pending) - num_withheld]

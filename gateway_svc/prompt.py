@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 from tokenizers import Tokenizer
 
 from common.errors import ConfigError, ContextTooLong, InvalidRequest
@@ -44,11 +45,26 @@ class PromptDraft:
 
     pieces: tuple[str | int, ...]
     ids_of_run: dict[str, list[int]] = field(repr=False)
+    max_tokens: int | None = None  # of the prompt: longer ones lose their beginning
 
     @property
     def num_tokens(self) -> int:
         """Tokens without the expansion of media, so a lower bound of the prompt's length."""
-        return sum(len(self.ids_of_run[piece]) if isinstance(piece, str) else 1 for piece in self.pieces)
+        num_tokens = sum(len(self.ids_of_run[piece]) if isinstance(piece, str) else 1 for piece in self.pieces)
+        return num_tokens if self.max_tokens is None else min(num_tokens, self.max_tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens, each placeholder as one."""
+        return [
+            token_id
+            for piece in self.pieces
+            for token_id in (self.ids_of_run[piece] if isinstance(piece, str) else (piece,))
+        ]
+
+    def ends_with(self, mark: str) -> bool:
+        """Whether the prompt's last words are `mark`, but for white space."""
+        return bool(self.pieces) and isinstance(self.pieces[-1], str) and self.pieces[-1].rstrip().endswith(mark)
 
 
 @dataclass(frozen=True)
@@ -79,10 +95,11 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template = template
         self._tokens = tokens
-        self._merge_size = merge_size
+        self.merge_size = merge_size
         self._video_outer_pair = video_outer_pair
         self._special_ids = special_token_ids(tokenizer)
-        self._added_pattern = any_of(t.content for t in tokenizer.get_added_tokens_decoder().values())
+        self._added_tokens = frozenset(t.content for t in tokenizer.get_added_tokens_decoder().values())
+        self._added_pattern = any_of(self._added_tokens)
         self._shield = SpecialTokenShield(self._special_ids, template)
         self._longest_token_bytes = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
         missing = set(_media_ids(tokens)) - set(self._special_ids.values())
@@ -110,10 +127,22 @@ class PromptBuilder:
             video_outer_pair=video_outer_pair,
         )
 
-    def draft(self, conversation: Conversation, max_model_len: int) -> PromptDraft:
+    @property
+    def added_tokens(self) -> frozenset[str]:
+        """The texts that are tokens of their own."""
+        return self._added_tokens
+
+    def mentions(self, mark: str) -> bool:
+        """Whether the chat template has `mark` in it."""
+        return mark in self._template.source
+
+    def draft(
+        self, conversation: Conversation, max_model_len: int, *, max_prompt_tokens: int | None = None
+    ) -> PromptDraft:
         """Render and tokenize, with each placeholder still one token.
 
-        Raises ContextTooLong as soon as the text alone cannot fit, which bounds the work of tokenization too.
+        Raises ContextTooLong as soon as the text alone cannot fit, which bounds the work of tokenization too. With
+        `max_prompt_tokens`, the beginning of a longer prompt is left out instead.
         """
         marker, tag = self._shield.free_characters(conversation)
         shielded = self._shield.shielded(conversation, marker)
@@ -121,9 +150,39 @@ class PromptBuilder:
             text = self._template.render(shielded, tag=tag)
         except InvalidRequest as exc:
             raise InvalidRequest(without(exc.message, marker, tag), param=exc.param) from exc
+        return self._drafted(text, marker, max_model_len, max_prompt_tokens)
+
+    def draft_text(
+        self, text: str, max_model_len: int, *, max_prompt_tokens: int | None = None, has_media: bool = False
+    ) -> PromptDraft:
+        """A prompt that a client has rendered by itself: special tokens in it are what they say.
+
+        Raises InvalidRequest for placeholders of media, unless the prompt may have some.
+        """
+        draft = self._drafted(text, "", max_model_len, max_prompt_tokens)
+        if not has_media:
+            self._refuse_placeholders(draft.pieces)
+        return draft
+
+    def draft_tokens(
+        self, token_ids: Sequence[int], max_model_len: int, *, max_prompt_tokens: int | None = None
+    ) -> PromptDraft:
+        """A prompt that a client has tokenized by itself."""
+        self._refuse_placeholders(token_ids)
+        draft = PromptDraft(tuple(token_ids), {}, max_prompt_tokens)
+        _check_length(draft.num_tokens, max_model_len, is_exact=False)
+        return draft
+
+    def bad_words_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """How each text may be written: at a beginning, and after a space."""
+        forms = dict.fromkeys(form for word in words for form in (word.lstrip(), " " + word.lstrip()) if form.strip())
+        encodings = self._tokenizer.encode_batch_fast(list(forms), add_special_tokens=False)
+        return list(map(list, dict.fromkeys(tuple(encoding.ids) for encoding in encodings)))
+
+    def _drafted(self, text: str, marker: str, max_model_len: int, max_prompt_tokens: int | None) -> PromptDraft:
         self._refuse_endless(text, max_model_len)
         pieces = tuple(_joined(self._split(text, marker)))
-        draft = PromptDraft(pieces, self._tokenized({}, pieces))
+        draft = PromptDraft(pieces, self._tokenized({}, pieces), max_prompt_tokens)
         _check_length(draft.num_tokens, max_model_len, is_exact=False)
         return draft
 
@@ -136,8 +195,11 @@ class PromptBuilder:
         self._check_placeholders(draft, media)
         pieces = list(_joined(self._expanded(draft.pieces, media)))
         ids_of_run = self._tokenized(draft.ids_of_run, pieces)
-        _check_length(_num_tokens(pieces, ids_of_run), max_model_len, is_exact=True)
-        return _assemble(pieces, ids_of_run, media)
+        num_tokens = _num_tokens(pieces, ids_of_run)
+        num_cut = 0 if draft.max_tokens is None else max(0, num_tokens - draft.max_tokens)
+        _check_length(num_tokens - num_cut, max_model_len, is_exact=True)
+        prompt = _assemble(pieces, ids_of_run, media)
+        return _without_beginning(prompt, num_cut, media) if num_cut else prompt
 
     def _split(self, text: str, marker: str) -> Iterator[str | int]:
         """Text and special token ids, in order. Added tokens that are not special stay part of the text."""
@@ -149,6 +211,14 @@ class PromptBuilder:
                 yield token_id
                 start = match.end()
         yield text[start:].replace(marker, "")
+
+    def _refuse_placeholders(self, pieces: Iterable[str | int]) -> None:
+        """A prompt that comes without media can have no place for any."""
+        if not {self._tokens.image_token_id, self._tokens.video_token_id}.isdisjoint(pieces):
+            raise InvalidRequest(
+                "the prompt has placeholders of images or videos: send media as parts of chat messages",
+                param="messages",
+            )
 
     def _check_placeholders(self, draft: PromptDraft, media: Sequence[LoadedMedia]) -> None:
         modality: dict[str | int, Modality] = {
@@ -171,7 +241,7 @@ class PromptBuilder:
             following = pieces[index + 1] if index + 1 < len(pieces) else None
             if piece == tokens.image_token_id:
                 number, item = next(items)
-                yield Pads(tokens.image_token_id, num_vision_tokens(item.grid, self._merge_size), number, item.grid)
+                yield Pads(tokens.image_token_id, num_vision_tokens(item.grid, self.merge_size), number, item.grid)
             elif piece == tokens.video_token_id:
                 yield from self._frame_groups(*next(items))
             elif piece == tokens.vision_start_token_id and following == tokens.video_token_id:
@@ -187,7 +257,7 @@ class PromptBuilder:
         if item.facts is None:
             raise InvalidRequest("a video without time stamps cannot be placed in the prompt", param=item.param)
         grid = (1, item.grid[1], item.grid[2])
-        for group in video_frame_groups(item.facts.timestamps, item.grid, self._merge_size):
+        for group in video_frame_groups(item.facts.timestamps, item.grid, self.merge_size):
             yield group.text
             yield self._tokens.vision_start_token_id
             yield Pads(self._tokens.video_token_id, group.num_vision_tokens, number, grid)
@@ -275,3 +345,17 @@ def _assemble(pieces: Iterable[Piece], ids_of_run: dict[str, list[int]], media: 
         for item, item_spans in zip(media, spans, strict=True)
     ]
     return Prompt(token_ids, items)
+
+
+def _without_beginning(prompt: Prompt, num_cut: int, media: Sequence[LoadedMedia]) -> Prompt:
+    """The prompt without its first tokens, none of which may be an item's."""
+    items = []
+    for item, loaded in zip(prompt.media, media, strict=True):
+        if item.spans[0].offset < num_cut:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens would cut into {loaded.param}: leave that item out, or keep more tokens",
+                param="truncate_prompt_tokens",
+            )
+        spans = [msgspec.structs.replace(span, offset=span.offset - num_cut) for span in item.spans]
+        items.append(msgspec.structs.replace(item, spans=spans))
+    return Prompt(prompt.token_ids[num_cut:], items)

@@ -1,4 +1,4 @@
-"""From the bytes of a chat completion's body to a validated request, without holding up the event loop.
+"""From the bytes of a body to a validated request, without holding up the event loop.
 
 A small body is parsed where it arrives. A large one goes to a thread, and since a parser lets no other thread run,
 the number of its values is bounded before it is parsed. Knows nothing of what the fields mean. Its errors are those
@@ -9,14 +9,14 @@ import asyncio
 import json
 import re
 from concurrent.futures import Executor
+from typing import TypeVar
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from common.errors import Cancelled, InvalidRequest
 from gateway_svc.http_errors import validation_error
-from gateway_svc.openai_schema import ChatCompletionRequest
 from gateway_svc.plain_json import MAX_NESTING
 
 # Above this, parsing and validation take longer than a thread's start.
@@ -26,24 +26,26 @@ INLINE_BYTES = 64 << 10
 MAX_SEPARATORS = 500_000
 _SLICE_BYTES = 1 << 20
 _JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.IGNORECASE)
+M = TypeVar("M", bound=BaseModel)
 _OFFSET = re.compile(r"\(byte (\d+)\)")
 
 
-async def read_chat_request(request: Request, threads: Executor) -> ChatCompletionRequest:
-    """The validated body of `request`. Raises InvalidRequest, and Cancelled when the client left before its end."""
+async def read_body(request: Request, model: type[M], threads: Executor) -> M:
+    """The body of `request` as a `model`. Raises InvalidRequest, and Cancelled when the client left before its end."""
     try:
-        body = b"".join([chunk async for chunk in request.stream()])
+        chunks = [chunk async for chunk in request.stream()]
     except ClientDisconnect as exc:
         raise Cancelled("the client closed the connection before the end of its body") from exc
     content_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if _JSON_TYPE.fullmatch(content_type) is None:
         raise InvalidRequest("the body must be a JSON object, sent with content-type application/json")
-    if len(body) <= INLINE_BYTES:
-        return _validated(_parse_small(body))
-    return await asyncio.get_running_loop().run_in_executor(threads, parse_large, body)
+    if sum(map(len, chunks)) <= INLINE_BYTES:
+        return _validated(_parse_small(b"".join(chunks)), model)
+    run_in_threads = asyncio.get_running_loop().run_in_executor
+    return await run_in_threads(threads, lambda: parse_large(b"".join(chunks), model))
 
 
-def parse_large(body: bytes) -> ChatCompletionRequest:
+def parse_large(body: bytes, model: type[M]) -> M:
     """What a thread does for a large body."""
     num_separators = 0
     for start in range(0, len(body), _SLICE_BYTES):
@@ -62,7 +64,7 @@ def parse_large(body: bytes) -> ChatCompletionRequest:
         offset = _OFFSET.search(str(exc))
         place = f", at byte {offset[1]}" if offset else ": numbers must be finite, text must be valid Unicode"
         raise InvalidRequest(f"the body is not valid JSON{place}") from exc
-    return _validated(value)
+    return _validated(value, model)
 
 
 def _parse_small(body: bytes) -> object:
@@ -76,9 +78,9 @@ def _parse_small(body: bytes) -> object:
         raise InvalidRequest("the body is not valid JSON in UTF-8, or has a number of too many digits") from exc
 
 
-def _validated(value: object) -> ChatCompletionRequest:
+def _validated(value: object, model: type[M]) -> M:
     try:
-        return ChatCompletionRequest.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_context=False)[0]
         raise validation_error([{**first, "loc": ("body", *first["loc"])}], value) from exc

@@ -13,7 +13,8 @@ import msgspec
 
 from common.errors import ConfigError, InvalidRequest
 from common.messages import SamplingParams
-from gateway_svc.openai_schema import ChatCompletionRequest
+from gateway_svc.grammar import Grammar
+from gateway_svc.sampling_schema import SamplingFields
 
 GenerationConfigMode = Literal["auto", "none"]
 
@@ -65,13 +66,19 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampling_params(
-    request: ChatCompletionRequest, defaults: SamplingDefaults, *, room: int, vocab_size: int
+    request: SamplingFields,
+    defaults: SamplingDefaults,
+    *,
+    room: int,
+    vocab_size: int,
+    grammar: Grammar | None = None,
+    bad_words_ids: list[list[int]] | None = None,
 ) -> SamplingParams:
     """The sampling of one request, with at most `room` tokens of output."""
-    wished = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    limits = (request.token_limit, defaults.max_tokens, room)
     params = SamplingParams(
         seed=secrets.randbits(63) if request.seed is None else request.seed,
-        max_tokens=min(limit for limit in (wished, defaults.max_tokens, room) if limit is not None),
+        max_tokens=min(limit for limit in limits if limit is not None),
         n=request.n or 1,
         temperature=_or(request.temperature, defaults.temperature),
         top_p=_or(request.top_p, defaults.top_p),
@@ -82,9 +89,16 @@ def sampling_params(
         frequency_penalty=request.frequency_penalty or 0.0,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=_stop_token_ids(request.stop_token_ids or [], vocab_size),
+        stop_token_ids=_token_ids(request.stop_token_ids or [], vocab_size, "stop_token_ids"),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        allowed_token_ids=None
+        if request.allowed_token_ids is None
+        else _token_ids(request.allowed_token_ids, vocab_size, "allowed_token_ids"),
+        bad_words_ids=bad_words_ids or [],
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.prompt_logprobs,
+        grammar_kind=None if grammar is None else grammar.kind,
+        grammar=None if grammar is None else grammar.text,
     )
     return with_room(params, room)
 
@@ -109,12 +123,12 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _stop_token_ids(token_ids: list[int], vocab_size: int) -> list[int]:
+def _token_ids(token_ids: list[int], vocab_size: int, name: str) -> list[int]:
     for index, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             raise InvalidRequest(
-                f"stop_token_ids[{index}] is {token_id}, but the vocabulary ends at {vocab_size - 1}",
-                param=f"stop_token_ids[{index}]",
+                f"{name}[{index}] is {token_id}, but the vocabulary ends at {vocab_size - 1}",
+                param=f"{name}[{index}]",
             )
     return token_ids
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from common.errors import DecoderUnavailable, MediaFetchFailed, ModelFailure
-from gateway_svc.app import HttpLimits
+from gateway_svc.api import HttpLimits
 from gateway_svc.sampling import SamplingDefaults
 from tests.gateway_svc.fake_backend import MODEL, TOKENIZER, FakeBackend, harness
 
@@ -110,10 +110,12 @@ async def test_a_stop_string_ends_the_answer_before_it_and_closes_the_backend(st
 
 
 async def test_a_choice_that_a_stop_string_ended_says_no_more_while_others_go_on() -> None:
-    setup = harness(FakeBackend(answers=["a stop b c d", "no end here at all"]))
+    backend = FakeBackend(answers=["a stop b c d", "no end here at all"])
+    setup = harness(backend)
     chunks = events_of(await setup.chat(n=2, stop="stop", stream=True))
     assert text_of(chunks, 0) == "a "
     assert text_of(chunks, 1) == "no end here at all"
+    assert backend.ended_choices == [(backend.requests[0].request_id, 0)], "what is not wanted any more still runs"
 
 
 async def test_logprobs_are_alike_streamed_and_not() -> None:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from common.errors import ERROR_TABLE
-from gateway_svc.app import HttpLimits
+from gateway_svc.api import HttpLimits
 from gateway_svc.http_errors import error_response
 from tests.gateway_svc.fake_backend import MODEL, FakeBackend, harness
 from tests.paths import SHARED, needs_shared
@@ -97,6 +97,9 @@ async def test_images_of_cases_have_the_stated_number_of_tokens() -> None:
         assert usage["prompt_tokens_details"]["encoded_media_tokens"] == expected
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -128,11 +131,27 @@ async def test_images_of_cases_have_the_stated_number_of_tokens() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
+        ({"structured_outputs": {"json": {"properties": 5}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"xml": True}}, "structured_outputs.xml"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "x" * 1_100_000}}, "structured_outputs.grammar"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"chat_template": "x"}, "chat_template"),
         ({"store": True}, "store"),
         ({"mm_processor_kwargs": {"min_pixel": 5}}, "mm_processor_kwargs.min_pixel"),
         ({"mm_processor_kwargs": {"max_pixels": 0}}, "mm_processor_kwargs.max_pixels"),
@@ -276,7 +295,7 @@ def test_every_error_class_has_a_response() -> None:
         response = error_response(cls("why \ud800"))
         assert response.status_code == info.http_status
         assert json.loads(response.body)["error"]["message"] == "why ?"
-        assert ("retry-after" in response.headers) == (info.http_status == 503)
+        assert ("retry-after" in response.headers) == (info.http_status in (429, 503))
 
 
 async def test_long_messages_are_cut() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -104,6 +104,7 @@ def test_the_outer_pair_setting_leaves_images_alone() -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_text_without_special_tokens_tokenizes_as_the_whole_string(text: str) -> None:
+    assume(not any(special in text for special in SPECIAL_TOKENS))  # hypothesis tries strings that sources hold
     expected = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert ids_of(BUILDER, user(text)) == REFERENCE.encode(expected, add_special_tokens=False).ids
 
@@ -309,7 +310,8 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 def test_the_demo_model_s_prompts_equal_the_reference_s(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     fields = CONVERSATIONS[name]
-    conversation, _ = conversation_of(ChatCompletionRequest.model_validate({"model": "m", **fields}))
+    request = ChatCompletionRequest.model_validate({"model": "m", **fields})
+    conversation, _ = conversation_of(request, request.tools or ())
     prompts = PromptBuilder.load(DEMO_MODEL, ProcessorConfig.load(DEMO_MODEL))
     reference = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL).apply_chat_template(
         conversation.messages,

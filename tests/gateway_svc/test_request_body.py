@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from common.errors import InvalidRequest
-from gateway_svc.openai_schema import MAX_MESSAGES, MAX_PARTS, MAX_PARTS_IN_ALL, MAX_TOOLS
+from gateway_svc.openai_schema import MAX_MESSAGES, MAX_PARTS, MAX_PARTS_IN_ALL, MAX_TOOLS, ChatCompletionRequest
 from gateway_svc.request_body import INLINE_BYTES, MAX_SEPARATORS, parse_large
 from tests.gateway_svc.fake_backend import MODEL, Harness, harness
 
@@ -126,6 +126,6 @@ async def test_a_large_body_is_served_like_a_small_one() -> None:
 )
 def test_a_large_body_is_refused_like_a_small_one(body: bytes, message: str, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_large(body)
+        parse_large(body, ChatCompletionRequest)
     assert message in caught.value.message
     assert caught.value.param == param
