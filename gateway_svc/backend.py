@@ -4,10 +4,11 @@ The HTTP half asks for a stream of generation events and knows nothing of socket
 implements `Backend` knows nothing of HTTP or text. Everything here runs on the gateway's event loop.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from common.embedding_cache import Survey
 from common.messages import GenerateRequest, MediaOptions, SequenceTokens, VideoFacts
 from gateway_svc.media import LoadedMedia
 
@@ -59,6 +60,22 @@ class Backend(Protocol):
         Closing the iterator (`aclose`) cancels the request everywhere. Duplicates and older attempts never appear,
         nor does a `SequenceTokens` with `error`: that is raised.
         """
+        ...
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """One choice of a request that runs is long enough: no more of it is generated. Others go on."""
+        ...
+
+    async def warm(self, media: Sequence[LoadedMedia], fingerprint: str, deadline: float) -> Mapping[str, MediaOutcome]:
+        """Have every item encoded that no cache has; where each key was. Raises TandemError."""
+        ...
+
+    async def forget_media(self, key: str) -> bool | None:
+        """Remove an embedding from the shared cache; whether it was there, None without such a cache."""
+        ...
+
+    async def survey_media(self, fingerprint: str, *, is_removed: bool) -> Survey | None:
+        """What the shared cache has of a fingerprint, removed if so wished; None without such a cache."""
         ...
 
     def is_ready(self) -> bool:

@@ -1,10 +1,13 @@
 """The encoders as a gateway sees them: who is there, and requests to them that are answered or fail.
 
 Owns a control and a data connection to each encoder, and the calls that wait for an answer. A call fails when its
-encoder goes away. Which encoder to ask, and what to do when it fails, is the caller's. Runs on the event loop.
+encoder goes away. An encoder that keeps failing is left alone for a while, one of another model is not used. Which
+encoder to ask, and what to do when it fails, is the caller's. Runs on the event loop.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +15,10 @@ import structlog
 import zmq.asyncio
 
 from common.addresses import EncoderAddress
-from common.errors import EncoderUnavailable, PeerUnreachable, TandemError
+from common.errors import EncoderUnavailable, ModelFailure, PeerUnreachable, ProtocolError, TandemError
 from common.link import Link
+from common.link_set import LinkSet
+from common.members import Member
 from common.messages import (
     AnyMessage,
     Cancel,
@@ -27,19 +32,24 @@ from common.messages import (
 )
 from common.transport import CurveKeys, Dealer
 from common.wire import error_from_detail
+from gateway_svc.ejection import Ejection
+from gateway_svc.encoder_demand import EncoderDemand
 
 logger = structlog.get_logger(__name__)
+
+DEFAULT_PATCHES_PER_S = 2000.0  # of an encoder that has not measured itself yet
 
 Call = EncodeRequest | ProbeRequest
 Reply = EncodeReply | ProbeReply
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class EncoderPeer:
-    """The two connections to one encoder."""
+    """The two connections to one encoder. `num_own_patches` are those that this gateway waits for there."""
 
     control: Link
     data: Link
+    num_own_patches: int = 0
 
     @property
     def hello(self) -> Hello | None:
@@ -51,8 +61,11 @@ class EncoderPeer:
 
     @property
     def queue_s(self) -> float:
-        """Seconds of work that wait there."""
-        return self.control.load.queue_s if self.control.load is not None else 0.0
+        """Seconds of work that wait there: what it says, and what it was sent and may not have said yet."""
+        report = self.control.load
+        if report is None:
+            return self.num_own_patches / DEFAULT_PATCHES_PER_S
+        return max(report.queue_s, self.num_own_patches / (report.patches_per_s or DEFAULT_PATCHES_PER_S))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +79,7 @@ class _Waiting:
 
 
 class EncoderPool:
-    """All encoders that were configured. The owner awaits `run`."""
+    """All encoders that were configured or discovered. The owner awaits `run`."""
 
     def __init__(
         self,
@@ -78,7 +91,10 @@ class EncoderPool:
         on_change: Callable[[], None],
     ) -> None:
         self._on_change = on_change
+        self._model = hello().model
+        self._ejection = Ejection("encoder")
         self._calls: set[_Waiting] = set()
+        self.demand = EncoderDemand()
         self.changed = asyncio.Event()
 
         def link(endpoint: str, name: str) -> Link:
@@ -91,31 +107,67 @@ class EncoderPool:
                 on_down=self._on_down,
             )
 
-        self.peers = [
-            EncoderPeer(link(address.control, "encoder-control"), link(address.data, "encoder-data"))
-            for address in addresses
-        ]
+        def connect(member: Member) -> EncoderPeer:
+            control, data = member.endpoints
+            return EncoderPeer(link(control, "encoder-control"), link(data, "encoder-data"))
+
+        self._members = LinkSet(
+            connect,
+            [Member((address.control, address.data)) for address in addresses],
+            links_of=lambda peer: (peer.control, peer.data),
+            is_busy=self._has_calls,
+            on_change=self._changed,
+        )
+
+    @property
+    def peers(self) -> list[EncoderPeer]:
+        """Connections to all members."""
+        return self._members.connections
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Who belongs to the tier now."""
+        self._members.set_members(members)
 
     async def run(self) -> None:
         """Keep the connections until cancelled."""
-        links = [link for peer in self.peers for link in (peer.control, peer.data)]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for link in links:
-                    tasks.create_task(link.run())
-        finally:
-            for link in links:
-                link.close()
+        await self._members.run()
 
     def ready(self, fingerprint: str | None = None) -> dict[str, EncoderPeer]:
-        """Encoders that accept work, by instance id; only those of one fingerprint when it is given."""
-        found = {hello.instance_id: peer for peer in self.peers if (hello := peer.hello) is not None}
-        if fingerprint is None:
-            return found
-        return {name: peer for name, peer in found.items() if peer.hello and peer.hello.fingerprint == fingerprint}
+        """Encoders of our model that accept work, by instance id; only those of one fingerprint when it is given.
+
+        Those that keep failing are there only when all others are not.
+        """
+        found = {
+            hello.instance_id: peer
+            for peer in self.peers
+            if (hello := peer.hello) is not None
+            and hello.model == self._model
+            and fingerprint in (None, hello.fingerprint)
+        }
+        now = time.monotonic()
+        return {name: peer for name, peer in found.items() if self._ejection.allows(name, now)} or found
 
     async def call(self, peer: EncoderPeer, request: Call, source: bytes, timeout_s: float) -> Reply:
         """Ask one encoder and wait. Raises its error, EncoderUnavailable when it is lost, or TimeoutError."""
+        name = peer.control.peer.instance_id if peer.control.peer is not None else ""
+        num_patches = math.prod(request.expected_grid) if isinstance(request, EncodeRequest) else 0
+        self._ejection.begin(name, time.monotonic())
+        peer.num_own_patches += num_patches
+        try:
+            reply = await self._call(peer, request, source, timeout_s)
+        except (TimeoutError, EncoderUnavailable, ProtocolError, ModelFailure):
+            if self._ejection.record_failure(name, time.monotonic()):
+                logger.error("an encoder keeps failing and is left alone for a while", encoder=name)
+            raise
+        except (TandemError, asyncio.CancelledError):
+            self._ejection.end_trial(name)
+            raise
+        finally:
+            peer.num_own_patches -= num_patches
+        self._ejection.record_success(name)
+        return reply
+
+    async def _call(self, peer: EncoderPeer, request: Call, source: bytes, timeout_s: float) -> Reply:
         call = _Waiting(peer.data, request.request_id, request.key, asyncio.get_running_loop().create_future())
         self._calls.add(call)
         try:
@@ -132,12 +184,17 @@ class EncoderPool:
             self._calls.discard(call)
         if reply.error is not None:
             raise error_from_detail(reply.error)
+        if isinstance(reply, EncodeReply) is not isinstance(request, EncodeRequest):
+            raise ProtocolError("an encoder answered with another kind of message than it was asked for")
         return reply
 
     def release(self, request_id: str, peers: Sequence[EncoderPeer]) -> None:
         """End a request's leases, also at encoders that are away just now."""
         for peer in peers:
             peer.control.send_or_keep(Release(request_id=request_id))
+
+    def _has_calls(self, peer: EncoderPeer) -> bool:
+        return any(call.link is peer.data for call in self._calls)
 
     def _on_message(self, link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
         if isinstance(message, Refused):

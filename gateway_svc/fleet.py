@@ -9,13 +9,14 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from weakref import WeakValueDictionary
 
 import structlog
 import zmq.asyncio
 
 from common import __version__
 from common.addresses import EncoderAddress
-from common.embedding_cache import EmbeddingCache, FleetFacts
+from common.embedding_cache import EmbeddingCache, FleetFacts, Survey
 from common.errors import (
     DeadlineExceeded,
     DecoderUnavailable,
@@ -24,17 +25,20 @@ from common.errors import (
     TandemError,
     error_info,
 )
+from common.members import MemberSource
 from common.messages import GenerateRequest, Hello, MediaOptions, ProbeReply, ProbeRequest, VideoFacts
 from common.metrics import Counter, Gauge
 from common.processor_config import VideoSettings
 from common.transport import CurveKeys
 from common.vision_grid import is_consistent_video
-from gateway_svc.backend import GenerationEvent
+from gateway_svc.autoscale import DEFAULT_ENCODER_RATE, Autoscale
+from gateway_svc.backend import GenerationEvent, MediaOutcome
 from gateway_svc.decoder_pool import DecoderPool
+from gateway_svc.drain import Drain
 from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
-from gateway_svc.generation import DECODER_WAIT_S, Generation
+from gateway_svc.generation import DECODER_WAIT_S, Generation, first_error
 from gateway_svc.media import LoadedMedia
-from gateway_svc.media_resolver import ENCODER_WAIT_S, wait_for_change
+from gateway_svc.media_resolver import ENCODER_WAIT_S, MediaResolver, wait_for_change
 from gateway_svc.routing import fingerprint_of, rendezvous_order
 
 logger = structlog.get_logger(__name__)
@@ -55,20 +59,25 @@ class Fleet:
         *,
         model: str,
         instance_id: str | None,
-        encoders: Sequence[EncoderAddress],
-        decoders: Sequence[str],
+        encoders: Sequence[EncoderAddress] = (),
+        decoders: Sequence[str] = (),
         cache: EmbeddingCache | None,
         keys: CurveKeys | None,
         encoder_wait_s: float = ENCODER_WAIT_S,
         decoder_wait_s: float = DECODER_WAIT_S,
         video_settings: VideoSettings | None = None,
+        encoder_patches_per_s: float = DEFAULT_ENCODER_RATE,
+        encoder_source: MemberSource | None = None,
+        decoder_source: MemberSource | None = None,
     ) -> None:
+        """A source, where one is given, tells who there is instead of the addresses, also while the fleet runs."""
         self._model = model
         self._cache = cache
         self._encoder_wait_s = encoder_wait_s
         self._decoder_wait_s = decoder_wait_s
         self._video_settings = video_settings
         self._fingerprint: str | None = None
+        self._generations: WeakValueDictionary[str, Generation] = WeakValueDictionary()
         self._hello = Hello(
             role="gateway",
             instance_id=instance_id or f"gateway-{uuid.uuid4().hex[:12]}",
@@ -78,6 +87,12 @@ class Fleet:
         )
         self.encoders = EncoderPool(context, encoders, self.hello, keys=keys, on_change=self._on_encoder_change)
         self.decoders = DecoderPool(context, decoders, self.hello, keys=keys)
+        self.autoscale = Autoscale(
+            self.encoders, self.decoders, self._hello.instance_id, encoder_rate=encoder_patches_per_s
+        )
+        self.drain = Drain()
+        self._encoder_source = encoder_source
+        self._decoder_source = decoder_source
 
     def hello(self) -> Hello:
         """What this gateway says of itself."""
@@ -88,6 +103,10 @@ class Fleet:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.encoders.run())
             tasks.create_task(self.decoders.run())
+            if self._encoder_source is not None:
+                tasks.create_task(self._encoder_source.run(self.encoders.set_members))
+            if self._decoder_source is not None:
+                tasks.create_task(self._decoder_source.run(self.decoders.set_members))
             tasks.create_task(self._measure())
             if self._cache is not None:
                 tasks.create_task(self._remember(self._cache))
@@ -109,7 +128,8 @@ class Fleet:
         deadline = min(deadline, time.monotonic() + self._decoder_wait_s)
         error = DecoderUnavailable("no decoder has been seen yet: try again later", retry_after_s=5.0)
         while self.decoders.last_hello is None:
-            await wait_for_change(self.decoders.changed, deadline, error)
+            with self.decoders.holding():
+                await wait_for_change(self.decoders.changed, deadline, error)
 
     async def fingerprint(self) -> str:
         """The fingerprint of a ready encoder; without one the last that was known, here or in Redis."""
@@ -190,11 +210,53 @@ class Fleet:
             encoder_wait_s=self._encoder_wait_s,
             decoder_wait_s=self._decoder_wait_s,
         )
+        self._generations[request.request_id] = generation
         return generation.events()
 
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """One choice of a request is long enough."""
+        if (generation := self._generations.get(request_id)) is not None:
+            generation.end_choice(choice)
+
+    async def warm(self, media: Sequence[LoadedMedia], fingerprint: str, deadline: float) -> dict[str, MediaOutcome]:
+        """Have every item encoded that no cache has. An encoder keeps it as long as it has room, Redis for its time."""
+        outcomes: dict[str, MediaOutcome] = {}
+
+        def on_found(item: LoadedMedia, source: str, was_encoded: bool) -> None:
+            outcomes[item.key] = "encoded" if was_encoded else "cache"
+
+        resolver = MediaResolver(
+            uuid.uuid4().hex,
+            media,
+            fingerprint=fingerprint,
+            encoders=self.encoders,
+            cache=self._cache,
+            deadline=deadline,
+            encoder_wait_s=self._encoder_wait_s,
+            on_found=on_found,
+        )
+        error: TandemError | None = None
+        try:
+            await resolver.resolve([item.key for item in media], None)
+        except* TandemError as group:
+            error = first_error(group)
+        finally:
+            resolver.release()
+        if error is not None:
+            raise error
+        return outcomes
+
+    async def forget_media(self, key: str) -> bool | None:
+        """Remove an embedding from Redis."""
+        return await self._cache.remove(key) if self._cache is not None else None
+
+    async def survey_media(self, fingerprint: str, *, is_removed: bool) -> Survey | None:
+        """What Redis has of a fingerprint."""
+        return await self._cache.survey(fingerprint, is_removed=is_removed) if self._cache is not None else None
+
     def is_ready(self) -> bool:
-        """Whether a decoder accepts requests."""
-        return bool(self.decoders.ready)
+        """Whether a decoder accepts requests, and this gateway does."""
+        return bool(self.decoders.ready) and not self.drain.is_draining
 
     def status(self) -> dict[str, object]:
         """Who is there."""
@@ -202,8 +264,15 @@ class Fleet:
             "model": self._model,
             "decoders": {"ready": len(self.decoders.ready), "configured": len(self.decoders.links)},
             "encoders": {"ready": len(self.encoders.ready()), "configured": len(self.encoders.peers)},
+            "draining": self.drain.is_draining,
+            **self._discovery(),
             "redis": "off" if self._cache is None else "ok" if self._cache.is_available else "failing",
         }
+
+    def _discovery(self) -> dict[str, object]:
+        sources = {"encoders": self._encoder_source, "decoders": self._decoder_source}
+        found = {tier: source.status() for tier, source in sources.items() if source is not None}
+        return {"discovery": found} if found else {}
 
     def _ready_fingerprint(self) -> str | None:
         hellos = [hello for peer in self.encoders.ready().values() if (hello := peer.hello) is not None]
@@ -230,4 +299,5 @@ class Fleet:
         while True:
             PEERS_READY.labels("decoder").set(len(self.decoders.ready))
             PEERS_READY.labels("encoder").set(len(self.encoders.ready()))
+            self.autoscale.measure()
             await asyncio.sleep(1.0)

@@ -14,9 +14,17 @@ import msgspec
 import structlog
 
 from common.embedding_cache import EmbeddingCache
-from common.errors import DeadlineExceeded, DecoderUnavailable, PeerUnreachable, ProtocolError, TandemError, error_info
+from common.errors import (
+    DeadlineExceeded,
+    DecoderUnavailable,
+    ModelFailure,
+    PeerUnreachable,
+    ProtocolError,
+    TandemError,
+    error_info,
+)
 from common.link import Link
-from common.messages import GenerateRequest, MediaAt, MediaNeeded, SequenceTokens
+from common.messages import Cancel, GenerateRequest, MediaAt, MediaNeeded, SequenceTokens
 from common.metrics import Counter
 from common.wire import error_from_detail
 from gateway_svc.backend import GenerationEvent, MediaOutcome, MediaReport
@@ -29,6 +37,7 @@ logger = structlog.get_logger(__name__)
 
 RESUMED = Counter("tandem_gateway_resumed_total", "Requests that went on at another decoder")
 MAX_ATTEMPTS = 8
+MAX_LOST_IN_A_ROW = 3  # decoders that a request may see die before a token of it: it may be what ends them
 DECODER_WAIT_S = 60.0
 CANCEL_WAIT_S = 2.0
 
@@ -59,6 +68,7 @@ class Generation:
         self._asked: set[str] = set()  # keys that some decoder needed
         self._resolving: set[str] = set()  # keys that a source is being looked for
         self._failed_links: list[Link] = []
+        self._num_lost_in_a_row = 0
         self._run: Run | None = None
         self._events: asyncio.Queue[DecoderEvent | MediaReport | TandemError] = asyncio.Queue()
         self._media_tasks: set[asyncio.Task[None]] = set()
@@ -75,25 +85,50 @@ class Generation:
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Tokens and media reports until every choice has finished. Raises TandemError; closing it cancels all."""
+        # One timer for the request: one for each token would be a tenth of the gateway's work.
+        late = DeadlineExceeded("the request did not finish in the time that it was given")
+        time_left_s = max(0.0, self._deadline - time.monotonic())
+        alarm = asyncio.get_running_loop().call_later(time_left_s, self._events.put_nowait, late)
         try:
             for attempt in range(self._request.attempt, self._request.attempt + MAX_ATTEMPTS):
+                num_tokens = self._num_tokens_so_far
                 run = await self._begin(attempt)
                 async with contextlib.aclosing(self._follow(run)) as events:
                     async for event in events:
                         yield event
                 if len(self._finished) == len(self._outputs):
                     return
+                if self._num_tokens_so_far > num_tokens:
+                    self._num_lost_in_a_row = 0
+                if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
+                    raise ModelFailure(
+                        f"{MAX_LOST_IN_A_ROW} decoders in a row ended while they worked on this request, which is not "
+                        "sent to another: change it, or report it to whoever runs this server"
+                    )
                 RESUMED.inc()
                 logger.warning("a decoder was lost; the request goes on elsewhere", request_id=self._request.request_id)
             raise DecoderUnavailable(f"the request was lost by {MAX_ATTEMPTS} decoders in a row", retry_after_s=1.0)
         finally:
+            alarm.cancel()
             await self._close()
+
+    @property
+    def _num_tokens_so_far(self) -> int:
+        return sum(map(len, self._outputs))
+
+    def end_choice(self, choice: int) -> None:
+        """One choice is long enough for the client: its decoder goes on with the others alone."""
+        if choice in self._finished:
+            return
+        self._finished.add(choice)
+        if self._run is not None:
+            self._run.link.send_or_keep(Cancel(request_id=self._request.request_id, choice=choice))
 
     async def _begin(self, attempt: int) -> Run:
         """Send the request, with the tokens so far, to the best decoder; wait for one when there is none."""
         while True:
             changed = self._decoders.changed
-            link = self._decoders.pick(self._failed_links)
+            link = self._decoders.pick(self._failed_links, self._request)
             if link is not None:
                 try:
                     self._run = self._decoders.begin(link, self._attempt(attempt), self._events.put_nowait)
@@ -103,13 +138,15 @@ class Generation:
                         self._failed_links.append(link)
                         continue
             error = DecoderUnavailable("no decoder is available: try again later", retry_after_s=1.0)
-            await wait_for_change(changed, min(self._deadline, time.monotonic() + self._decoder_wait_s), error)
+            with self._decoders.holding():
+                await wait_for_change(changed, min(self._deadline, time.monotonic() + self._decoder_wait_s), error)
 
     def _attempt(self, attempt: int) -> GenerateRequest:
         return msgspec.structs.replace(
             self._request,
             attempt=attempt,
             outputs=self._outputs if any(self._outputs) else [],
+            finished=sorted(self._finished),
             time_left_s=max(0.0, self._deadline - time.monotonic()),
         )
 
@@ -122,6 +159,7 @@ class Generation:
             elif event.attempt != run.attempt:
                 continue  # said before the request went elsewhere
             elif isinstance(event, DecoderLost):
+                self._num_lost_in_a_row += not event.was_draining
                 self._give_up(run)
                 return
             elif isinstance(event, MediaNeeded):
@@ -134,11 +172,7 @@ class Generation:
 
     async def _next(self) -> "DecoderEvent | MediaReport":
         """What happens next. Raises the error that an item ended with, or DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                event = await self._events.get()
-        except TimeoutError:
-            raise DeadlineExceeded("the request did not finish in the time that it was given") from None
+        event = await self._events.get()
         if isinstance(event, TandemError):
             raise event
         return event
@@ -162,7 +196,7 @@ class Generation:
         try:
             await self._resolver.resolve(keys, failed_source)
         except* TandemError as group:
-            self._events.put_nowait(_first(group))
+            self._events.put_nowait(first_error(group))
         except* Exception as group:
             logger.error("resolving media failed", exc_info=group)
             self._events.put_nowait(TandemError("an internal error kept the media from being encoded"))
@@ -183,6 +217,8 @@ class Generation:
         """New tokens of one choice, without those that were seen before; None when there are none."""
         if event.finish_reason == "error" and event.error is not None:
             error = error_from_detail(event.error)
+            if isinstance(error, ModelFailure | ProtocolError):
+                self._decoders.blame(run)
             tried = [*self._failed_links, run.link]
             is_last = all(link in tried for link in self._decoders.ready)
             if is_last or not error_info(error).is_retryable or isinstance(error, DeadlineExceeded):
@@ -197,7 +233,8 @@ class Generation:
         output = self._outputs[event.choice] if event.choice < len(self._outputs) else None
         seen = -1 if output is None else len(output) - event.offset
         if output is None or seen < 0:
-            raise ProtocolError("a decoder skipped tokens of an answer, or answered for a choice that is not there")
+            self._answered_nonsense(run)
+            return None
         tokens = event.tokens[seen:]
         output.extend(tokens)
         if output:
@@ -208,6 +245,15 @@ class Generation:
             return None
         logprobs = event.logprobs[seen:] if event.logprobs is not None else None
         return msgspec.structs.replace(event, offset=len(output) - len(tokens), tokens=tokens, logprobs=logprobs)
+
+    def _answered_nonsense(self, run: Run) -> None:
+        """Another decoder may do better, a few times; this one is not asked for long if it goes on like that."""
+        logger.error("a decoder skipped tokens, or answered for a choice that is not there", decoder=run.instance_id)
+        self._decoders.blame(run)
+        self._num_lost_in_a_row += 1
+        if all(link in (*self._failed_links, run.link) for link in self._decoders.ready):
+            raise ProtocolError("a decoder skipped tokens of an answer, or answered for a choice that is not there")
+        self._give_up(run)
 
     def _give_up(self, run: Run) -> None:
         self._decoders.end(run, is_finished=False)
@@ -229,7 +275,7 @@ class Generation:
             self._resolver.release()
 
 
-def _first(group: BaseExceptionGroup[TandemError]) -> TandemError:
+def first_error(group: BaseExceptionGroup[TandemError]) -> TandemError:
     """One error of a group, for the one answer that the client gets."""
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error

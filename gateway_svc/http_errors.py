@@ -52,7 +52,9 @@ def error_response(error: TandemError, headers: Mapping[str, str] | None = None)
     """The HTTP response of an error, with the two Retry-After headers where another try may succeed at once."""
     status = error_info(error).http_status
     all_headers = dict(headers or {})
-    if status == 503:
+    if status == 401:
+        all_headers["www-authenticate"] = "Bearer"
+    if status in (429, 503):
         wait_s = 1.0 if error.retry_after_s is None else max(0.0, error.retry_after_s)
         all_headers["retry-after"] = str(max(1, math.ceil(wait_s)))
         all_headers["retry-after-ms"] = str(max(1, math.ceil(wait_s * 1000)))
@@ -100,7 +102,8 @@ def validation_error(errors: Any, body: object) -> InvalidRequest:
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON, at character {first['loc'][-1]}")
-    path = field_path(first["loc"][1:], body)
+    is_in_url = first["loc"][0] in ("path", "query")
+    path = str(first["loc"][1]) if is_in_url else field_path(first["loc"][1:], body)
     if not path:
         message = "the body must be a JSON object, sent with content-type application/json"
     elif first["type"] == "missing":

@@ -4,6 +4,7 @@ Pure data, shared by the loader (which makes them), the prompt builder (which ne
 needs keys and source bytes). Knows nothing of HTTP, prompts or sockets.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from common.errors import TandemError
@@ -21,7 +22,10 @@ class MediaReference:
 
 @dataclass(frozen=True)
 class LoadedMedia:
-    """A media item with its source bytes and everything that the prompt and the encoders need to know of it."""
+    """A media item with its source bytes and everything that the prompt and the encoders need to know of it.
+
+    An item that was known by its URL has no bytes until someone reads them. `holder` keeps the bytes counted.
+    """
 
     key: str
     modality: Modality
@@ -30,6 +34,12 @@ class LoadedMedia:
     source: bytes = field(repr=False)
     param: str
     facts: VideoFacts | None = None
+    fetch_source: Callable[[], Awaitable[bytes]] | None = field(default=None, repr=False, compare=False)
+    holder: object = field(default=None, repr=False, compare=False)
+
+    async def read_source(self) -> bytes:
+        """The source bytes, fetched now if they were not needed before. Raises TandemError."""
+        return self.source if self.fetch_source is None else await self.fetch_source()
 
 
 def naming(error: TandemError, param: str) -> TandemError:

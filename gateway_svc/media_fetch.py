@@ -2,8 +2,8 @@
 
 A host's name is resolved once, every address is checked, and the connection goes to a checked address, so neither a
 second answer of DNS nor a redirect leads inside. Time, bytes, hops, fetches and look-ups that run together are bounded;
-the body is read only up to its limit. Errors and logs name the item, never the URL: it may hold credentials. Runs on
-the event loop, and look-ups in threads of their own.
+the body is read only up to its limit, and a URL that is being fetched is not fetched twice. Errors and logs name the
+item, never the URL: it may hold credentials. Runs on the event loop, look-ups in threads.
 """
 
 import asyncio
@@ -18,7 +18,11 @@ from typing import Any
 
 import httpx
 
-from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge, Overloaded
+from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge, Overloaded, TandemError
+from gateway_svc.byte_budget import ByteBudget, Holder
+from gateway_svc.media import naming
+from gateway_svc.single_flight import SingleFlight
+from gateway_svc.url_cache import Freshness, freshness_of
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_URL_CHARACTERS = 8192
@@ -29,7 +33,8 @@ class FetchLimits:
     """How far one fetch may go, and how many run together in one gateway.
 
     `private_hosts` may be contacted although their addresses are private: names as in the URL, with or without a
-    port, or "*" for any. A redirect to another private host is still refused.
+    port, or "*" for any. A redirect to another private host is still refused. `domains`, where there are any, are the
+    only ones that may be contacted: names, or "*.name" for all below one.
     """
 
     total_s: float = 20.0
@@ -37,6 +42,8 @@ class FetchLimits:
     max_redirects: int = 3
     max_concurrent: int = 64
     private_hosts: frozenset[str] = frozenset()
+    domains: frozenset[str] = frozenset()
+    max_held_bytes: int = 1 << 30
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -96,6 +103,15 @@ async def _acquired(slots: asyncio.Semaphore, wait_s: float, message: str) -> No
         raise Overloaded(message, retry_after_s=wait_s) from exc
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """What a host answered. Without `data` the file is still what its ETag says."""
+
+    data: bytes | None
+    freshness: Freshness
+    holder: Holder
+
+
 class MediaFetcher:
     """Fetches media URLs. One instance for the gateway; `aclose` when it ends."""
 
@@ -105,6 +121,8 @@ class MediaFetcher:
         self._lookup = NameLookup()
         self._resolver = resolver or self._lookup
         self._slots = asyncio.Semaphore(limits.max_concurrent)
+        self._flights: SingleFlight[Fetched] = SingleFlight()
+        self.budget = ByteBudget(limits.max_held_bytes)
         self._client = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
@@ -114,57 +132,78 @@ class MediaFetcher:
             headers={"user-agent": "tandem", "accept": "image/*, video/*", "accept-encoding": "identity"},
         )
 
-    async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
-        """The body behind `url`. Raises InvalidRequest, MediaFetchFailed or MediaTooLarge, naming `param`.
+    async def fetch(self, url: str, max_bytes: int, param: str, *, etag: str | None = None) -> Fetched:
+        """The file behind `url`, unless it is still that of `etag`.
 
-        Raises Overloaded when too many other fetches run for as long as this one might have.
+        Raises InvalidRequest, MediaFetchFailed or MediaTooLarge, naming `param`; and Overloaded when too many other
+        fetches run for as long as this one might have.
         """
-        parsed = parse_media_url(url, param)
-        busy = f"{self._limits.max_concurrent} media files are being fetched: try again later, or send data URIs"
-        await _acquired(self._slots, self._limits.total_s, busy)
+        parsed = self.check_url(url, param)
         try:
-            async with asyncio.timeout(self._limits.total_s):
-                return await self._follow(parsed, max_bytes, param)
-        except TimeoutError as exc:
-            raise MediaFetchFailed(
-                f"{param}: the media host did not send the file within {self._limits.total_s:g} s: use a faster host, "
-                "or send the file as a data URI",
-                param=param,
-            ) from exc
-        finally:
-            self._slots.release()
+            return await self._flights.run((url, max_bytes, etag), lambda: self._fetch(parsed, max_bytes, etag))
+        except TandemError as error:
+            raise naming(error, param) from error
+
+    def check_url(self, url: str, param: str) -> httpx.URL:
+        """Refuse what may never be fetched, by the URL alone."""
+        parsed = parse_media_url(url, param)
+        try:
+            self._check_domain(parsed)
+        except TandemError as error:
+            raise naming(error, param) from error
+        return parsed
 
     async def aclose(self) -> None:
         """Close idle connections, and the threads of look-ups."""
         self._lookup.close()
         await self._client.aclose()
 
-    async def _follow(self, url: httpx.URL, max_bytes: int, param: str) -> bytes:
-        for _ in range(self._limits.max_redirects + 1):
+    async def _fetch(self, url: httpx.URL, max_bytes: int, etag: str | None) -> Fetched:
+        busy = f"{self._limits.max_concurrent} media files are being fetched: try again later, or send data URIs"
+        await _acquired(self._slots, self._limits.total_s, busy)
+        try:
+            async with asyncio.timeout(self._limits.total_s):
+                return await self._follow(url, max_bytes, etag)
+        except TimeoutError as exc:
+            raise MediaFetchFailed(
+                f"the media host did not send the file within {self._limits.total_s:g} s: use a faster host, or send "
+                "the file as a data URI"
+            ) from exc
+        finally:
+            self._slots.release()
+
+    async def _follow(self, url: httpx.URL, max_bytes: int, etag: str | None) -> Fetched:
+        for hop in range(self._limits.max_redirects + 1):
             try:
-                async with self._connect(url, param) as response:
+                async with self._connect(url, etag) as response:
+                    if response.status_code == 304 and etag is not None:
+                        return Fetched(None, freshness_of(response.headers), self.budget.hold())
                     if response.status_code not in _REDIRECTS:
-                        return await _read(response, max_bytes, param)
-                    url = _redirect_target(url, response, param)
+                        holder = self.budget.hold()
+                        data = await _read(response, max_bytes, holder)
+                        # Where a redirect leads may change sooner than the file there.
+                        freshness = Freshness() if hop else freshness_of(response.headers)
+                        return Fetched(data, freshness, holder)
+                    url = _redirect_target(url, response)
+                    self._check_domain(url)
             except (httpx.TransportError, httpx.StreamError, httpx.InvalidURL) as exc:
                 raise MediaFetchFailed(
-                    f"{param}: the media host could not be reached, or broke off the transfer ({type(exc).__name__})",
-                    param=param,
+                    f"the media host could not be reached, or broke off the transfer ({type(exc).__name__})"
                 ) from exc
         raise MediaFetchFailed(
-            f"{param}: the media host redirects more than {self._limits.max_redirects} times: give the final URL",
-            param=param,
+            f"the media host redirects more than {self._limits.max_redirects} times: give the final URL"
         )
 
     @asynccontextmanager
-    async def _connect(self, url: httpx.URL, param: str) -> AsyncIterator[httpx.Response]:
+    async def _connect(self, url: httpx.URL, etag: str | None) -> AsyncIterator[httpx.Response]:
         """An open response from the first of the host's addresses that accepts a connection."""
-        addresses = await self._allowed_addresses(url, param)
+        addresses = await self._allowed_addresses(url)
+        condition = {} if etag is None else {"if-none-match": etag}
         for number, address in enumerate(addresses, start=1):
             request = self._client.build_request(
                 "GET",
                 url.copy_with(host=str(address)),
-                headers={"host": url.netloc.decode("ascii")},
+                headers={"host": url.netloc.decode("ascii"), **condition},
                 extensions={"sni_hostname": url.raw_host.decode("ascii"), "timeout": self._client.timeout.as_dict()},
             )
             try:
@@ -179,18 +218,28 @@ class MediaFetcher:
                 await response.aclose()
             return
 
-    async def _allowed_addresses(self, url: httpx.URL, param: str) -> list[Address]:
+    def _check_domain(self, url: httpx.URL) -> None:
+        """Refuse a host that is not on the operator's list, where there is one."""
+        domains = self._limits.domains
+        host = url.host.lower().rstrip(".")
+        parents = (host[index:] for index, character in enumerate(host) if character == ".")
+        if domains and host not in domains and not any(f"*{parent}" in domains for parent in parents):
+            raise InvalidRequest(
+                "the URL's host is not one that media may come from here: send the file as a data URI, or have the "
+                "operator allow the host"
+            )
+
+    async def _allowed_addresses(self, url: httpx.URL) -> list[Address]:
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
             addresses = await self._resolver(url.raw_host.decode("ascii").strip("[]"), port)
         except (OSError, UnicodeError) as exc:
-            raise MediaFetchFailed(f"{param}: the name of the media host cannot be resolved", param=param) from exc
+            raise MediaFetchFailed("the name of the media host cannot be resolved") from exc
         is_exempt = not self._limits.private_hosts.isdisjoint({"*", url.host, f"{url.host}:{port}"})
         if not is_exempt and not all(map(is_public, addresses)):
             raise InvalidRequest(
-                f"{param}: the URL's host is in a private or reserved network, which may not be contacted: send the "
-                "file as a data URI, or have the operator allow the host",
-                param=param,
+                "the URL's host is in a private or reserved network, which may not be contacted: send the file as a "
+                "data URI, or have the operator allow the host"
             )
         return addresses
 
@@ -217,40 +266,40 @@ def parse_media_url(text: str, param: str) -> httpx.URL:
     return url
 
 
-def _redirect_target(url: httpx.URL, response: httpx.Response, param: str) -> httpx.URL:
+def _redirect_target(url: httpx.URL, response: httpx.Response) -> httpx.URL:
     location = response.headers.get("location")
     if not location:
-        raise MediaFetchFailed(f"{param}: the media host redirects without saying where to", param=param)
+        raise MediaFetchFailed("the media host redirects without saying where to")
     try:
         target = str(url.join(location))
     except (httpx.InvalidURL, ValueError) as exc:
-        raise MediaFetchFailed(f"{param}: the media host redirects to an invalid URL", param=param) from exc
-    return parse_media_url(target, param)
+        raise MediaFetchFailed("the media host redirects to an invalid URL") from exc
+    return parse_media_url(target, "the redirect's target")
 
 
-async def _read(response: httpx.Response, max_bytes: int, param: str) -> bytes:
+async def _read(response: httpx.Response, max_bytes: int, holder: Holder) -> bytes:
     if response.status_code != 200:
-        raise MediaFetchFailed(f"{param}: the media host answered with status {response.status_code}", param=param)
+        raise MediaFetchFailed(f"the media host answered with status {response.status_code}")
     declared = response.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > max_bytes:
-        raise _too_large(f"{int(declared)} bytes", max_bytes, param)
+        raise _too_large(f"{int(declared)} bytes", max_bytes)
     chunks: list[bytes] = []
     num_bytes = 0
     # Raw: a compressed body is not unpacked, so a small body cannot become a large one.
     async for chunk in response.aiter_raw():
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
-            raise _too_large("more bytes", max_bytes, param)
+            raise _too_large("more bytes", max_bytes)
+        holder.take(len(chunk))
         chunks.append(chunk)
     if not num_bytes:
-        raise MediaFetchFailed(f"{param}: the media host sent an empty file", param=param)
+        raise MediaFetchFailed("the media host sent an empty file")
     return b"".join(chunks)
 
 
-def _too_large(amount: str, max_bytes: int, param: str) -> MediaTooLarge:
+def _too_large(amount: str, max_bytes: int) -> MediaTooLarge:
     return MediaTooLarge(
-        f"{param}: the media host sends {amount}, above the limit of {max_bytes} for one item: use a smaller file",
-        param=param,
+        f"the media host sends {amount}, above the limit of {max_bytes} for one item: use a smaller file"
     )
 
 

@@ -1,8 +1,7 @@
-"""What surrounds every request: its ids, the limits of its body, its metrics, and the last catch of faults.
+"""What surrounds every request: its ids, its API key, whether there is room, its metrics, and the last catch of faults.
 
 A client's `x-request-id` is a label for logs and comes back on the response; the id that the fleet uses is always
-ours. A body beyond its own limit, or that of all bodies together, is refused by its declared length, or as soon as it
-has grown too long; one that stops arriving is refused too. Plain ASGI, so that streams pass through untouched.
+ours. A `traceparent` names the request in every log line. Plain ASGI, so that streams pass through untouched.
 """
 
 import asyncio
@@ -10,23 +9,32 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import BodyTimeout, InvalidRequest, Overloaded, PayloadTooLarge, TandemError
+from common.errors import TandemError
+from gateway_svc.admission import Admission
+from gateway_svc.api_keys import ApiKey, ApiKeys
+from gateway_svc.body_gate import Body, BodyGate
+from gateway_svc.drain import Drain
 from gateway_svc.http_errors import error_response, internal_error
 from gateway_svc.http_metrics import HttpMetrics
 
-MAX_HEADER_BYTES = 32 << 10
 DISCARD_S = 5.0
 DISCARD_PAUSE_S = 0.5
-RETRY_AFTER_S = 5.0
+MAX_REQUESTS = 2048
+# What supervisors and monitoring ask without a key.
+OPEN_PATHS = ("/health", "/ready", "/metrics")
+_OPEN_PREFIX = "/autoscale/"
 _LABEL = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_TRACE = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 logger = structlog.get_logger(__name__)
 
 
@@ -50,131 +58,142 @@ def request_ids(scope: MutableMapping[str, Any]) -> RequestIds:
 
 
 @dataclass(frozen=True)
-class BodyLimits:
-    """Bounds of one body, of all bodies of requests that run, of a pause in a body and of its whole arrival."""
+class Access:
+    """Who may use a gateway, and how much of it at once. `origins` are those of web pages that may, "*" for any."""
 
-    max_bytes: int
-    max_inflight_bytes: int
-    idle_s: float
-    total_s: float
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    max_requests: int = MAX_REQUESTS
+    origins: tuple[str, ...] = ()
+    is_logged: bool = False
+    drain: Drain = field(default_factory=Drain)
 
 
 class RequestMiddleware:
     """The outermost layer of ours."""
 
-    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, bodies: BodyLimits) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, bodies: BodyGate, access: Access) -> None:
         self._app = app
         self._metrics = metrics
         self._bodies = bodies
-        self._num_inflight_bytes = 0
+        self._access = access
+        self._admission = Admission(access.max_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, count it, and answer for any fault."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        with _traced(Headers(scope=scope).get("traceparent", "")):
+            await self._serve_and_count(scope, receive, send)
+
+    async def _serve_and_count(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         label = Headers(scope=scope).get("x-request-id", "")
         ids = RequestIds(uuid.uuid4().hex, label if _LABEL.fullmatch(label) else None)
         scope["tandem.request_ids"] = ids
-        response = _Response(send, ids.shown)
+        body = Body(self._bodies, scope, receive)
+        response = _Response(send, ids.shown, body)
         try:
-            await self._serve(scope, receive, response)
+            await self._serve(scope, body, response)
         except Exception:
             logger.exception("a request failed", request_id=ids.internal)
             if response.status is None:
                 await error_response(internal_error(ids.internal))(scope, receive, response.send)
         finally:
-            self._num_inflight_bytes -= response.num_body_bytes
-            route = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, str(response.status or 499)).inc()
-            self._metrics.request_seconds.labels(route).observe(time.monotonic() - started)
+            body.close()
+            self._count(scope, response, ids, time.monotonic() - started)
 
-    async def _serve(self, scope: Scope, receive: Receive, response: "_Response") -> None:
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            response.must_close, response.unread = True, receive
-            await error_response(refusal)(scope, receive, response.send)
-            return
-        await self._app(scope, self._limited(receive, response), response.send)
-
-    def _refusal(self, scope: Scope) -> TandemError | None:
-        """What is wrong with a request by its headers alone."""
-        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
-        if num_bytes > MAX_HEADER_BYTES:
-            return InvalidRequest(f"the headers have {num_bytes} bytes, above the limit of {MAX_HEADER_BYTES}")
-        declared = Headers(scope=scope).get("content-length", "")
-        if not declared.isdecimal():
-            return None
-        return self._excess(0, int(declared) if len(declared) < 20 else 1 << 63)
-
-    def _excess(self, num_bytes: int, num_more: int) -> TandemError | None:
-        """What is wrong with a body of `num_bytes` that has been counted in, and `num_more` to come.
-
-        Only bytes that have arrived are counted, so that nobody takes room with a promise.
-        """
-        bodies = self._bodies
-        if num_bytes + num_more > bodies.max_bytes:
-            return PayloadTooLarge(
-                f"the body is larger than the limit of {bodies.max_bytes} bytes: send media by URL, or less of it"
-            )
-        if num_more and self._num_inflight_bytes + num_more > bodies.max_inflight_bytes:
-            return Overloaded(
-                f"the bodies of all requests together would exceed {bodies.max_inflight_bytes} bytes: try again later, "
-                "or send media by URL",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        return None
-
-    def _limited(self, receive: Receive, response: "_Response") -> Receive:
-        deadline = time.monotonic() + self._bodies.total_s
-        is_complete = False
-
-        async def limited() -> Message:
-            nonlocal is_complete
-            if is_complete:
-                return await receive()  # waits for the client to leave
-            message = await self._received(receive, response, deadline)
-            is_complete = not message.get("more_body")
-            num_more = len(message.get("body", b""))
-            refusal = self._excess(response.num_body_bytes, num_more)
-            if refusal is not None:
-                response.must_close, response.unread = True, None if is_complete else receive
-                is_complete = True
-                raise refusal
-            response.num_body_bytes += num_more
-            self._num_inflight_bytes += num_more
-            return message
-
-        return limited
-
-    async def _received(self, receive: Receive, response: "_Response", deadline: float) -> Message:
-        wait_s = max(0.0, min(self._bodies.idle_s, deadline - time.monotonic()))
+    async def _serve(self, scope: Scope, body: Body, response: "_Response") -> None:
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(_OPEN_PREFIX)
+        key = None
         try:
-            async with asyncio.timeout(wait_s):
-                return await receive()
-        except TimeoutError as exc:
-            response.must_close = True
-            raise BodyTimeout(
-                f"the body did not arrive: a pause may last {self._bodies.idle_s:g} s, and the whole body may take "
-                f"{self._bodies.total_s:g} s"
-            ) from exc
+            if not is_open:
+                key = self._admitted(scope)
+        except TandemError as refusal:
+            body.skip()
+            await error_response(refusal)(scope, body.receive, response.send)
+            return
+        try:
+            response.key_name = key.name if key is not None else None
+            refusal_of_body = self._bodies.refusal(scope)
+            if refusal_of_body is not None:
+                body.refuse()
+                await error_response(refusal_of_body)(scope, body.receive, response.send)
+            else:
+                await self._app(scope, body.receive, response.send)
+        finally:
+            if not is_open:
+                self._admission.leave(key)
+                self._access.drain.leave()
+
+    def _admitted(self, scope: Scope) -> ApiKey | None:
+        """The request's key, where keys are required; the request counts from now on. Raises TandemError."""
+        keys = self._access.keys
+        key = keys.authenticate(Headers(scope=scope).get("authorization")) if keys.is_required else None
+        self._access.drain.enter()
+        try:
+            self._admission.admit(key, time.monotonic())
+        except TandemError:
+            self._access.drain.leave()
+            raise
+        return key
+
+    def _count(self, scope: Scope, response: "_Response", ids: RequestIds, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        status = str(response.status or 499)
+        self._metrics.requests.labels(route, status).inc()
+        self._metrics.request_seconds.labels(route).observe(seconds)
+        if self._access.is_logged:
+            logger.info(
+                "request",
+                request_id=ids.internal,
+                client_request_id=ids.label,
+                method=scope["method"],
+                route=route,
+                status=status,
+                key=response.key_name,
+                sent_bytes=response.num_sent_bytes,
+                total_s=round(seconds, 4),
+            )
+
+
+def add_cors(app: Starlette, origins: Sequence[str]) -> None:
+    """Let web pages of these origins use the API. Outermost, so that refusals can be read there too."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        max_age=600,
+    )
+
+
+@contextlib.contextmanager
+def _traced(traceparent: str) -> Iterator[None]:
+    """Log lines of this request, and of the tasks that it starts, carry the trace's id (W3C Trace Context)."""
+    trace = _TRACE.fullmatch(traceparent.strip())
+    if trace is None:
+        yield
+        return
+    with structlog.contextvars.bound_contextvars(trace_id=trace[1]):
+        yield
 
 
 class _Response:
     """What is known of one request, and its send side, which adds the id and remembers the status.
 
-    With `unread`, the rest of a refused body, the response ends when that has been read: a connection that is closed
-    with bytes unread is reset, and then a client that still sends never sees the refusal.
+    The response to a body that was refused ends when the rest of it has been read: a connection that is closed with
+    bytes unread is reset, and then a client that still sends never sees the refusal.
     """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, body: Body) -> None:
         self.status: int | None = None
-        self.must_close = False
-        self.unread: Receive | None = None
-        self.num_body_bytes = 0
+        self.key_name: str | None = None
+        self.num_sent_bytes = 0
         self._send = send
         self._request_id = request_id
+        self._body = body
 
     async def send(self, message: Message) -> None:
         """Pass a message on."""
@@ -182,12 +201,14 @@ class _Response:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self._request_id
-            if self.must_close:
+            if self._body.must_close:
                 headers["connection"] = "close"
+        else:
+            self.num_sent_bytes += len(message.get("body", b""))
         is_last = message["type"] == "http.response.body" and not message.get("more_body")
-        if is_last and self.unread is not None:
+        if is_last and self._body.unread is not None:
             await self._send({**message, "more_body": True})
-            await _discard(self.unread)
+            await _discard(self._body.unread)
             message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
 

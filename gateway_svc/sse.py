@@ -6,8 +6,9 @@ what the events say. Runs in the request's task.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -58,12 +59,7 @@ class Puller(Generic[T]):
         Raises StopAsyncIteration at the end, Cancelled when the client left, and what the producer raises.
         """
         if not (self._items or self._producer.done() or self._client_gone.done()):
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                return []
+            await self._wait(timeout_s)
         if self._items:
             items, self._items = self._items, []
             self._has_room.set()
@@ -71,7 +67,20 @@ class Puller(Generic[T]):
         if self._producer.done():
             self._producer.result()
             raise StopAsyncIteration
+        if not self._client_gone.done():
+            return []
         raise Cancelled("the client closed the connection")
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        """Until something happens, or for so long. A plain timer: this runs for each token of each stream."""
+        self._changed.clear()
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(timeout_s, self._changed.set) if timeout_s is not None else None
+        try:
+            await self._changed.wait()
+        finally:
+            if alarm is not None:
+                alarm.cancel()
 
     async def aclose(self) -> None:
         """Stop the producer and wait until it has cleaned up."""
@@ -114,6 +123,17 @@ async def collect(puller: Puller[T]) -> list[T]:
         await puller.aclose()
 
 
+@dataclass(frozen=True)
+class EventFormat:
+    """How the values of a stream become bytes, errors included, and what ends it."""
+
+    encode: Callable[[object], bytes] = encode_event
+    done: bytes = DONE
+
+
+DATA_ALONE = EventFormat()
+
+
 class EventWriter(Protocol[T_contra]):
     """What a stream says."""
 
@@ -131,7 +151,13 @@ class EventWriter(Protocol[T_contra]):
 
 
 async def open_stream(
-    puller: Puller[T], writer: EventWriter[T], *, open_s: float, keep_alive_s: float, request_id: str
+    puller: Puller[T],
+    writer: EventWriter[T],
+    *,
+    open_s: float,
+    keep_alive_s: float,
+    request_id: str,
+    form: EventFormat = DATA_ALONE,
 ) -> Response:
     """Wait for the first items, at most `open_s`, and answer with a stream. Earlier errors are raised."""
     try:
@@ -139,7 +165,7 @@ async def open_stream(
     except BaseException:
         await puller.aclose()
         raise
-    return EventStreamResponse(puller, writer, first, keep_alive_s=keep_alive_s, request_id=request_id)
+    return EventStreamResponse(puller, writer, first, keep_alive_s=keep_alive_s, request_id=request_id, form=form)
 
 
 class EventStreamResponse(Response, Generic[T]):
@@ -148,7 +174,14 @@ class EventStreamResponse(Response, Generic[T]):
     media_type = "text/event-stream"
 
     def __init__(
-        self, puller: Puller[T], writer: EventWriter[T], first: list[T], *, keep_alive_s: float, request_id: str
+        self,
+        puller: Puller[T],
+        writer: EventWriter[T],
+        first: list[T],
+        *,
+        keep_alive_s: float,
+        request_id: str,
+        form: EventFormat = DATA_ALONE,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -158,6 +191,7 @@ class EventStreamResponse(Response, Generic[T]):
         self._first = first
         self._keep_alive_s = keep_alive_s
         self._request_id = request_id
+        self._form = form
         self.init_headers(STREAM_HEADERS)
         del self.headers["content-length"]
 
@@ -177,27 +211,28 @@ class EventStreamResponse(Response, Generic[T]):
     async def _blocks(self) -> AsyncGenerator[bytes, None]:
         items = self._first
         is_open = False
+        encode = self._form.encode
         try:
             while True:
                 yield b"".join(self._encoded(items, with_opening=not is_open)) if items else KEEP_ALIVE
                 is_open = is_open or bool(items)
                 items = await self._puller.pull(self._keep_alive_s)
         except StopAsyncIteration:
-            yield b"".join([*map(encode_event, self._writer.closing()), DONE])
+            yield b"".join([*map(encode, self._writer.closing()), self._form.done])
         except Cancelled:
             raise
         except asyncio.CancelledError:
             # The server stops and its time for running answers is up: the client is told, and the response ends in
             # good order, which is all that was still to be done.
-            yield encode_event(error_body(Overloaded("this server is shutting down: send the request again")))
+            yield encode(error_body(Overloaded("this server is shutting down: send the request again")))
         except TandemError as error:
-            yield encode_event(error_body(error))
+            yield encode(error_body(error))
         except Exception:
             logger.exception("a stream failed", request_id=self._request_id)
-            yield encode_event(error_body(internal_error(self._request_id)))
+            yield encode(error_body(internal_error(self._request_id)))
 
     def _encoded(self, items: Iterable[T], *, with_opening: bool) -> Iterator[bytes]:
         if with_opening:
-            yield from map(encode_event, self._writer.opening())
+            yield from map(self._form.encode, self._writer.opening())
         for item in items:
-            yield from map(encode_event, self._writer.events(item))
+            yield from map(self._form.encode, self._writer.events(item))

@@ -13,16 +13,19 @@ import msgspec
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from common.embedding_cache import Survey
 from common.errors import DecoderUnavailable, TandemError
 from common.messages import GenerateRequest, MediaOptions, SequenceTokens, TokenLogprobs, Usage, VideoFacts
 from common.processor_config import ImageSettings, ProcessorConfig, VideoSettings
-from gateway_svc.app import HttpLimits, create_app
+from gateway_svc.api import HttpLimits
+from gateway_svc.app import create_app
 from gateway_svc.backend import GenerationEvent, MediaOutcome, MediaReport
 from gateway_svc.chat_template import ChatTemplate
 from gateway_svc.detokenizer import TokenTable
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_fetch import FetchLimits, MediaFetcher
 from gateway_svc.media_loader import MediaLimits, MediaLoader
+from gateway_svc.middleware import Access
 from gateway_svc.prompt import PromptBuilder
 from gateway_svc.sampling import SamplingDefaults
 from tests.tiny_tokenizer import CHAT_TEMPLATE, media_token_ids, tiny_tokenizer
@@ -74,7 +77,13 @@ class FakeBackend:
     media: list[list[LoadedMedia]] = field(default_factory=list)
     probes: list[tuple[MediaOptions, int]] = field(default_factory=list)
     num_closed: int = 0
+    has_cache: bool = True
+    cached: set[str] = field(default_factory=set)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended_choices: list[tuple[str, int]] = field(default_factory=list)
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        self.ended_choices.append((request_id, choice))
 
     async def wait_for_decoder(self, deadline: float) -> None:
         if not self.max_model_len:
@@ -87,6 +96,27 @@ class FakeBackend:
         self.probes.append((options, len(source)))
         assert self.facts is not None
         return self.facts
+
+    async def warm(self, media: Sequence[LoadedMedia], fingerprint: str, deadline: float) -> dict[str, MediaOutcome]:
+        self.media.append(list(media))
+        outcomes: dict[str, MediaOutcome] = {
+            item.key: "cache" if item.key in self.cached else "encoded" for item in media
+        }
+        self.cached.update(outcomes)
+        return outcomes
+
+    async def forget_media(self, key: str) -> bool | None:
+        if not self.has_cache:
+            return None
+        is_here = key in self.cached
+        self.cached.discard(key)
+        return is_here
+
+    async def survey_media(self, fingerprint: str, *, is_removed: bool) -> Survey | None:
+        survey = Survey(len(self.cached), 1000 * len(self.cached))
+        if is_removed:
+            self.cached.clear()
+        return survey if self.has_cache else None
 
     def is_ready(self) -> bool:
         return self.ready
@@ -175,6 +205,8 @@ def harness(
     fetcher: MediaFetcher | None = None,
     defaults: SamplingDefaults | None = None,
     template: str = CHAT_TEMPLATE,
+    access: Access | None = None,
+    **settings: Any,
 ) -> Harness:
     """Everything of the HTTP half around a fake backend."""
     backend = backend or FakeBackend()
@@ -188,7 +220,9 @@ def harness(
         version="1.2.3",
         sampling_defaults=defaults or SamplingDefaults(temperature=0.0),
         limits=limits,
+        access=access,
         registry=registry,
+        **settings,
     )
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test")
     return Harness(app, backend, client, registry)

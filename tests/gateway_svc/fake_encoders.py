@@ -34,6 +34,7 @@ class FakeEncoder:
     hello: Hello
     answer: Answer = held
     is_deaf: bool = False
+    elsewhere: str | None = None  # where it says that items are, unless it is told to take over
     requests: list[EncodeRequest | ProbeRequest] = field(default_factory=list)
     sources: list[bytes] = field(default_factory=list)
     controls: list[AnyMessage] = field(default_factory=list)
@@ -66,7 +67,13 @@ class FakeEncoder:
         detail = error_detail(error) if error is not None else None
         message: AnyMessage
         if isinstance(request, EncodeRequest):
-            message = EncodeReply(request_id=request.request_id, key=request.key, was_held=was_held, error=detail)
+            message = EncodeReply(
+                request_id=request.request_id,
+                key=request.key,
+                was_held=was_held,
+                error=detail,
+                elsewhere=None if request.take_over else self.elsewhere,
+            )
         else:
             message = ProbeReply(request_id=request.request_id, key=request.key, error=detail)
         self.data.try_send(self.asked_by[index], message)

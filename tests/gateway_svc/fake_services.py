@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from common.addresses import EncoderAddress
 from common.embedding import ExpectedEmbedding
-from common.embedding_cache import FleetFacts
+from common.embedding_cache import FleetFacts, Located
 from common.errors import TandemError
 from common.messages import (
     AnyMessage,
@@ -68,6 +68,7 @@ class FakeDecoder:
         self.router = Router(context, "tcp://127.0.0.1:0", name="control")
         self.mailbox = Mailbox()
         self.is_draining = False
+        self.model = "tiny"
         self._peer = b""
 
     async def run(self) -> None:
@@ -83,7 +84,7 @@ class FakeDecoder:
         return Hello(
             role="decoder",
             instance_id=self.name,
-            model="tiny",
+            model=self.model,
             version="0",
             vocab_size=300,
             limits=Limits(max_model_len=100),
@@ -214,8 +215,8 @@ class FakeCache:
     num_puts: int = 0
     is_available: bool = True
 
-    async def probe(self, expected: list[ExpectedEmbedding]) -> set[str]:
-        return self.held & {item.key for item in expected}
+    async def locate(self, expected: list[ExpectedEmbedding]) -> Located:
+        return Located(self.held & {item.key for item in expected})
 
     async def get_video_facts(self, key: str) -> VideoFacts | None:
         return self.facts.get(key)

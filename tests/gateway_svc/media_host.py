@@ -1,6 +1,7 @@
 """A media host that misbehaves in every way that a path names, and records who asked for what."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,13 +15,20 @@ class MediaHost:
 
     port: int = 0
     requests: list[str] = field(default_factory=list)  # request line and headers, as they came
+    num_open: int = 0  # connections
+    file: bytes = BODY  # what "/tagged" and "/fresh" are at the moment
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
 
     def answer(self, path: str) -> bytes:
         """Head and body for a path."""
+        etag = f'etag: "{zlib.crc32(self.file)}"'
         fixed = {
+            "/tagged": _response("200 OK", self.file, etag),
+            "/fresh": _response("200 OK", self.file, "cache-control: public, max-age=60"),
+            "/fresh-elsewhere": _response("302 Found", b"", "location: /fresh"),
+            "/not-modified": _response("304 Not Modified", b"", etag),
             "/ok": _response("200 OK", BODY),
             "/404": _response("404 Not Found", BODY),
             "/empty": _response("200 OK", b""),
@@ -36,21 +44,25 @@ class MediaHost:
         return fixed[path.partition("?")[0]]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_open += 1
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             self.requests.append(head)
             path = head.split(" ")[1]
-            if path in ("/drip", "/endless"):
+            if path.partition("?")[0] in ("/drip", "/endless"):
                 writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
                 while True:
-                    writer.write(b"x" * (1 if path == "/drip" else 65_536))
+                    writer.write(b"x" * (1 if path.startswith("/drip") else 65_536))
                     await writer.drain()
-                    await asyncio.sleep(0.02 if path == "/drip" else 0)
+                    await asyncio.sleep(0.02 if path.startswith("/drip") else 0)
+            if path == "/tagged" and f'if-none-match: "{zlib.crc32(self.file)}"' in head.lower():
+                path = "/not-modified"
             writer.write(self.answer(path))
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the fetcher left, which is what some tests are about
         finally:
+            self.num_open -= 1
             writer.close()
 
 

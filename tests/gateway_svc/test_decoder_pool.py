@@ -2,12 +2,14 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from common.errors import PeerUnreachable, ProtocolError
 from common.messages import Cancel, GenerateRequest, LoadReport, MediaNeeded, Refused, SamplingParams, SequenceTokens
 from common.wire import error_detail
 from gateway_svc.decoder_pool import DecoderEvent, DecoderLost
+from gateway_svc.ejection import MAX_FAILURES
 from tests.gateway_svc.fake_services import FakeFleet, fake_fleet
 
 
@@ -136,3 +138,68 @@ async def test_a_run_that_ends_while_its_decoder_is_away_is_cancelled_when_it_is
             Cancel,
             GenerateRequest,
         ]
+
+
+def conversation(request_id: str, num_tokens: int) -> GenerateRequest:
+    return msgspec.structs.replace(request_of(request_id), prompt_token_ids=list(range(num_tokens)))
+
+
+async def test_the_next_turn_of_a_conversation_goes_where_the_first_was_unless_that_decoder_is_busy() -> None:
+    async with fake_fleet(num_decoders=2) as world:
+        pool = world.fleet.decoders
+        first = pool.pick([pool.links[0]], conversation("turn-1", 1000))
+        assert first is pool.links[1]
+        run = pool.begin(first, conversation("turn-1", 1000), lambda event: None)
+        await loads(world, 0, 2)
+        assert pool.pick([], conversation("turn-2", 1500)) is pool.links[1]
+        assert pool.pick([], request_of("another")) is pool.links[0]
+        await loads(world, 0, 6)
+        assert pool.pick([], conversation("turn-2", 1500)) is pool.links[0]
+        pool.end(run, is_finished=True)
+
+
+async def test_a_decoder_that_restarts_has_forgotten_all_prefixes() -> None:
+    async with fake_fleet(num_decoders=2) as world:
+        pool = world.fleet.decoders
+        pool.end(pool.begin(pool.links[1], conversation("turn-1", 1000), lambda event: None), is_finished=True)
+        world.decoders[1].name = "decoder-1-again"
+        await world.decoders[1].request()
+        world.decoders[1].say_hello()
+        await world.until(lambda: pool.links[1].peer and pool.links[1].peer.instance_id == "decoder-1-again")
+        assert pool.pick([], conversation("turn-2", 1500)) is pool.links[0]
+
+
+async def test_a_decoder_of_another_model_is_not_used() -> None:
+    async with fake_fleet(num_decoders=2) as world:
+        pool = world.fleet.decoders
+        pool.begin(pool.links[0], request_of("r"), lambda event: None)
+        await world.decoders[0].request()
+        world.decoders[0].model = "another"
+        world.decoders[0].say_hello()
+        await world.until(lambda: pool.ready == [pool.links[1]])
+        assert pool.pick([pool.links[1]]) is pool.links[1]
+        assert pool.last_hello is not None
+        assert pool.last_hello.model == "tiny"
+
+
+async def test_a_decoder_that_keeps_failing_is_left_alone_as_long_as_there_is_another() -> None:
+    async with fake_fleet(num_decoders=2) as world:
+        pool = world.fleet.decoders
+        bad = pool.links[0]
+        for number in range(MAX_FAILURES):
+            run = pool.begin(bad, request_of(f"r{number}"), lambda event: None)
+            pool.blame(run)
+            pool.end(run, is_finished=True)
+        assert pool.ready == [pool.links[1]]
+        world.decoders[1].is_draining = True
+        await world.decoders[0].request()
+        pool.begin(pool.links[1], request_of("other"), lambda event: None)
+        await world.decoders[1].request()
+        world.decoders[1].say_hello()
+        await world.until(lambda: pool.ready == [bad])
+        run = pool.begin(bad, request_of("trial"), lambda event: None)
+        world.decoders[0].give(await world.decoders[0].request(MAX_FAILURES + 1), 0, [1])
+        world.decoders[1].is_draining = False
+        world.decoders[1].say_hello()
+        await world.until(lambda: len(pool.ready) == 2)
+        pool.end(run, is_finished=True)

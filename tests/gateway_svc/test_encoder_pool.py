@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.errors import EncoderUnavailable, Overloaded, ProtocolError, UnsupportedMedia
-from common.messages import Cancel, EncodeReply, EncodeRequest, Refused, Release
+from common.errors import EncoderUnavailable, ModelFailure, Overloaded, ProtocolError, UnsupportedMedia
+from common.messages import Cancel, EncodeReply, EncodeRequest, ProbeReply, Refused, Release
 from common.wire import error_detail
-from gateway_svc.encoder_pool import EncoderPool
+from gateway_svc.ejection import MAX_FAILURES
+from gateway_svc.encoder_pool import DEFAULT_PATCHES_PER_S, EncoderPool
 from tests.common.sockets import background, eventually, zmq_context
-from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder, fake_encoders, pool_of
+from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder, fake_encoders, held, pool_of
 
 
 @contextlib.asynccontextmanager
@@ -207,3 +208,62 @@ async def test_leases_and_calls_that_end_while_an_encoder_is_away_end_there_when
         pool.release("r1", [peer])
         cancelled.cancel()
         await eventually(lambda: encoder.controls == [Release(request_id="r1"), Cancel(request_id="r2")])
+
+
+async def test_an_encoder_that_keeps_failing_is_left_alone_as_long_as_there_is_another() -> None:
+    async with running(2) as (pool, encoders):
+        encoders[0].answer = lambda encoder, asked: ModelFailure("not finite")
+        for _ in range(MAX_FAILURES):
+            with pytest.raises(ModelFailure):
+                await call(pool, encoders[0], request())
+        assert list(pool.ready()) == ["e1"]
+        encoders[1].hello = msgspec.structs.replace(encoders[1].hello, is_draining=True)
+        await eventually(lambda: list(pool.ready()) == ["e0"])
+        encoders[0].answer = held
+        await call(pool, encoders[0], request())
+        encoders[1].hello = msgspec.structs.replace(encoders[1].hello, is_draining=False)
+        await eventually(lambda: len(pool.ready()) == 2)
+
+
+async def test_refused_media_and_a_full_queue_are_no_fault_of_the_encoder() -> None:
+    async with running(2) as (pool, encoders):
+        for error in (UnsupportedMedia("broken"), Overloaded("full")) * MAX_FAILURES:
+            encoders[0].answer = lambda encoder, asked, error=error: error
+            with pytest.raises(type(error)):
+                await call(pool, encoders[0], request())
+        assert len(pool.ready()) == 2
+
+
+async def test_an_encoder_of_another_model_is_not_used() -> None:
+    async with running(2) as (pool, encoders):
+        encoders[0].hello = msgspec.structs.replace(encoders[0].hello, model="another")
+        await eventually(lambda: list(pool.ready()) == ["e1"])
+
+
+async def test_an_answer_of_another_kind_is_an_error_and_not_a_crash() -> None:
+    async with running() as (pool, [encoder]):
+        encoder.is_deaf = True
+        asked = call(pool, encoder, request(1))
+        await eventually(lambda: encoder.requests)
+        names = {"request_id": encoder.requests[0].request_id, "key": encoder.requests[0].key}
+        encoder.data.send(encoder.asked_by[0], ProbeReply(**names))
+        with pytest.raises(ProtocolError, match="another kind"):
+            await asked
+
+
+async def test_patches_that_were_sent_count_as_queue_until_they_are_answered() -> None:
+    async with running() as (pool, [encoder]):
+        encoder.is_deaf = True
+        peer = pool.ready()["e0"]
+        assert peer.queue_s == 0
+        asked = call(pool, encoder, msgspec.structs.replace(request(1), expected_grid=(1, 100, 60)))
+        await eventually(lambda: encoder.requests)
+        assert peer.queue_s == pytest.approx(6000 / DEFAULT_PATCHES_PER_S)
+        encoder.report(patches_per_s=1000.0)
+        await eventually(lambda: peer.queue_s == pytest.approx(6.0))
+        encoder.report(queue_s=9.0, patches_per_s=1000.0)
+        await eventually(lambda: peer.queue_s == pytest.approx(9.0))
+        encoder.reply(0)
+        await asked
+        encoder.report()
+        await eventually(lambda: peer.queue_s == 0)

@@ -134,6 +134,7 @@ async def test_the_state_of_the_fleet_is_told() -> None:
             "decoders": {"ready": 2, "configured": 2},
             "encoders": {"ready": 1, "configured": 1},
             "redis": "ok",
+            "draining": False,
         }
         for decoder in world.decoders:
             decoder.die()

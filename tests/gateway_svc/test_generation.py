@@ -189,6 +189,29 @@ async def test_a_request_that_a_decoder_refuses_as_malformed_fails_at_once() -> 
         assert str(await story.error()) == error.message
 
 
+async def test_a_choice_that_is_long_enough_is_cancelled_alone_and_not_run_again_elsewhere() -> None:
+    async with fake_fleet(num_decoders=2) as world:
+        story = Story(world, request_of(n=2))
+        first, request = await world.asked()
+        first.give(request, 0, [1, 2])
+        await story.has(2)
+        world.fleet.end_choice("r", 0)
+        world.fleet.end_choice("r", 0)
+        world.fleet.end_choice("unknown", 0)
+        cancelled = await first.mailbox.wait(Cancel)
+        assert (cancelled.request_id, cancelled.choice) == ("r", 0)
+        first.give(request, 2, [3])
+        first.give(request, 0, [5], choice=1)
+        await story.has(1, choice=1)
+        first.die()
+        second, resumed = await world.asked(2)
+        assert (resumed.outputs, resumed.finished) == ([[1, 2], [5]], [0])
+        second.give(resumed, 1, [6], choice=1, finish_reason="length")
+        await story.ended()
+        assert story.tokens == {0: [1, 2], 1: [5, 6]}
+        assert len(first.mailbox.of(Cancel)) == 1
+
+
 async def test_choices_that_had_ended_before_a_decoder_was_lost_stay_as_they_are() -> None:
     async with fake_fleet(num_decoders=2) as world:
         story = Story(world, request_of(n=2))
@@ -198,7 +221,7 @@ async def test_choices_that_had_ended_before_a_decoder_was_lost_stay_as_they_are
         await story.has(1, choice=1)
         first.die()
         second, resumed = await world.asked(2)
-        assert resumed.outputs == [[1, 2], [5]]
+        assert (resumed.outputs, resumed.finished) == ([[1, 2], [5]], [0])
         second.give(resumed, 2, [77])
         second.give(resumed, 3, [], finish_reason="stop")
         second.give(resumed, 1, [6], choice=1, finish_reason="length")
@@ -247,6 +270,50 @@ async def test_skipped_tokens_and_unknown_choices_are_an_error(event: dict[str, 
         decoder, request = await world.asked()
         decoder.give(request, **event)
         assert isinstance(await story.error(), ProtocolError)
+
+
+async def test_a_request_under_which_three_decoders_die_is_not_sent_to_a_fourth() -> None:
+    async with fake_fleet(num_decoders=4) as world:
+        story = Story(world, request_of())
+        for count in (1, 2, 3):
+            decoder, request = await world.asked(count)
+            if count == 1:
+                decoder.give(request, 0, [1])
+                await story.has(1)
+            decoder.die()
+        decoder, _ = await world.asked(4)  # the first had given a token, so it does not count
+        decoder.die()
+        error = await story.error()
+        assert isinstance(error, ModelFailure)
+        assert "3 decoders in a row" in error.message
+
+
+async def test_decoders_that_said_that_they_leave_do_not_count_as_lost() -> None:
+    async with fake_fleet(num_decoders=5) as world:
+        story = Story(world, request_of())
+        for count in range(1, 5):
+            decoder, request = await world.asked(count)
+            decoder.is_draining = True
+            decoder.say_hello()
+            link = next(link for link in world.fleet.decoders.links if link.endpoint == decoder.router.endpoint)
+            await world.until(lambda link=link: link.peer and link.peer.is_draining)
+            decoder.die()
+        decoder, request = await world.asked(5)
+        decoder.give(request, 0, [1], finish_reason="length")
+        await story.ended()
+
+
+async def test_a_decoder_that_skips_tokens_is_followed_by_another() -> None:
+    async with fake_fleet(num_decoders=2) as world:
+        story = Story(world, request_of())
+        first, request = await world.asked()
+        first.give(request, 0, [1])
+        first.give(request, 5, [9])
+        second, resumed = await world.asked(2)
+        assert second is not first
+        second.give(resumed, 1, [2], finish_reason="length")
+        await story.ended()
+        assert story.tokens == {0: [1, 2]}
 
 
 async def test_without_a_decoder_the_request_waits_until_its_deadline() -> None:

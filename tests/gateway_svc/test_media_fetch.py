@@ -1,6 +1,7 @@
 """Fetching from strangers' URLs: nothing private is contacted, and nothing takes longer or more than allowed."""
 
 import asyncio
+import gc
 import ipaddress
 import json
 import socket
@@ -25,7 +26,7 @@ OPEN = FetchLimits(total_s=0.5, private_hosts=frozenset({"*"}))
 async def fetch(url: str, max_bytes: int = 1 << 20, limits: FetchLimits = OPEN, **fields: Any) -> bytes:
     fetcher = MediaFetcher(limits, **fields)
     try:
-        return await fetcher.fetch(url, max_bytes, "messages[0].content[0]")
+        return (await fetcher.fetch(url, max_bytes, "messages[0].content[0]")).data or b""
     finally:
         await fetcher.aclose()
 
@@ -190,8 +191,8 @@ async def test_names_that_are_looked_up_slowly_keep_no_other_request_waiting(dns
     lookup = NameLookup(max_threads=2, wait_s=0.5, getaddrinfo=dns.getaddrinfo)
     fetcher = MediaFetcher(FetchLimits(total_s=0.5, private_hosts=frozenset({"*"})), resolver=lookup)
     setup = harness(fetcher=fetcher)
-    part = {"type": "image_url", "image_url": {"url": "http://slow.test/a.png"}}
-    slow = [asyncio.create_task(setup.chat(messages=[{"role": "user", "content": [part] * 12}])) for _ in range(4)]
+    parts = [{"type": "image_url", "image_url": {"url": f"http://slow.test/{n}.png"}} for n in range(12)]
+    slow = [asyncio.create_task(setup.chat(messages=[{"role": "user", "content": parts}])) for _ in range(4)]
     await eventually(lambda: len(dns.asked) == 2)
     image = "data:image/png;base64," + "A" * 100_000
     for content in ("hi", [{"type": "image_url", "image_url": {"url": image}}]):
@@ -221,14 +222,14 @@ async def test_fetches_of_all_requests_together_are_bounded() -> None:
     async with media_host() as host:
         limits = FetchLimits(total_s=0.3, max_concurrent=2, private_hosts=frozenset({"*"}))
         fetcher = MediaFetcher(limits)
-        slow = [asyncio.create_task(fetcher.fetch(host.url("/drip"), 1 << 20, PARAM)) for _ in range(2)]
+        slow = [asyncio.create_task(fetcher.fetch(host.url(f"/drip?{n}"), 1 << 20, PARAM)) for n in range(2)]
         late = asyncio.create_task(fetcher.fetch(host.url("/ok"), 1 << 20, PARAM))
         await eventually(lambda: len(host.requests) == 2)
         assert not late.done()
         results = await asyncio.gather(*slow, late, return_exceptions=True)
         assert [type(result) for result in results[:2]] == [MediaFetchFailed] * 2
-        assert results[2] == BODY or isinstance(results[2], Overloaded)
-        assert await fetcher.fetch(host.url("/ok"), 1 << 20, PARAM) == BODY
+        assert isinstance(results[2], Overloaded) or results[2].data == BODY
+        assert (await fetcher.fetch(host.url("/ok"), 1 << 20, PARAM)).data == BODY
         await fetcher.aclose()
 
 
@@ -241,3 +242,77 @@ async def test_credentials_of_a_url_appear_nowhere(logs: list[Any]) -> None:
     assert response.status_code == 400
     for text in (response.text, metrics.text, repr(logs)):
         assert "SECRET" not in text
+
+
+async def test_one_url_in_flight_is_fetched_once_for_all_who_ask_and_each_error_names_its_item() -> None:
+    async with media_host() as host:
+        fetcher = MediaFetcher(OPEN)
+        asked = [fetcher.fetch(host.url("/drip"), 1 << 20, f"messages[{n}]") for n in range(5)]
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        assert [error.param for error in errors if isinstance(error, MediaFetchFailed)] == [
+            f"messages[{n}]" for n in range(5)
+        ]
+        assert len(host.requests) == 1
+        await fetcher.aclose()
+
+
+async def test_a_flight_goes_on_for_who_is_left_and_ends_with_the_last() -> None:
+    async with media_host() as host:
+        fetcher = MediaFetcher(FetchLimits(total_s=30, private_hosts=frozenset({"*"})))
+        asked = [asyncio.create_task(fetcher.fetch(host.url("/drip"), 1 << 20, PARAM)) for _ in range(2)]
+        await eventually(lambda: host.requests)
+        asked[0].cancel()
+        await asyncio.gather(asked[0], return_exceptions=True)
+        assert host.num_open == 1
+        asked[1].cancel()
+        await asyncio.gather(asked[1], return_exceptions=True)
+        await eventually(lambda: host.num_open == 0)
+        await fetcher.aclose()
+
+
+@pytest.mark.parametrize(
+    ("url", "is_allowed"),
+    [
+        ("http://images.test/a", True),
+        ("http://IMAGES.test:8080/a", True),
+        ("http://a.cdn.test/a", True),
+        ("http://a.b.cdn.test/a", True),
+        ("http://cdn.test/a", False),
+        ("http://xcdn.test/a", False),
+        ("http://images.test.evil/a", False),
+        ("http://images.test@evil.test/a", False),
+    ],
+)
+async def test_only_listed_domains_are_contacted_where_there_is_a_list(url: str, is_allowed: bool) -> None:
+    asked = []
+
+    async def nowhere(host: str, port: int) -> list[Address]:
+        asked.append(host)
+        raise OSError
+
+    limits = FetchLimits(domains=frozenset({"images.test", "*.cdn.test"}))
+    with pytest.raises(MediaFetchFailed if is_allowed else InvalidRequest):
+        await fetch(url, limits=limits, resolver=nowhere)
+    assert bool(asked) is is_allowed
+
+
+async def test_a_redirect_to_a_domain_that_is_not_listed_is_refused() -> None:
+    async with media_host() as host:
+        limits = FetchLimits(total_s=2, private_hosts=frozenset({"*"}), domains=frozenset({"127.0.0.1"}))
+        assert await fetch(host.url("/redirect"), limits=limits) == BODY
+        with pytest.raises(InvalidRequest, match="not one that media may come from"):
+            await fetch(host.url("/to-private"), limits=limits)
+
+
+async def test_bytes_of_all_fetches_are_bounded_and_given_back_when_nobody_holds_them() -> None:
+    async with media_host() as host:
+        fetcher = MediaFetcher(FetchLimits(private_hosts=frozenset({"*"}), max_held_bytes=len(BODY) + 1))
+        held = await fetcher.fetch(host.url("/ok"), 1 << 20, PARAM)
+        assert fetcher.budget.num_bytes == len(BODY)
+        with pytest.raises(Overloaded, match="media of all requests"):
+            await fetcher.fetch(host.url("/ok?again"), 1 << 20, PARAM)
+        del held
+        gc.collect()
+        assert fetcher.budget.num_bytes == 0
+        await fetcher.fetch(host.url("/ok?again"), 1 << 20, PARAM)
+        await fetcher.aclose()

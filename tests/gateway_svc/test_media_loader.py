@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from common.errors import InvalidRequest, MediaTooLarge, UnsupportedMedia
@@ -20,6 +22,16 @@ from tests.paths import SHARED, needs_shared
 
 DATA = bytes(range(256))
 BASE64 = base64.b64encode(DATA).decode()
+
+
+def test_frames_of_a_list_are_put_one_after_another() -> None:
+    assert decode_data_uri(f"data:video/jpeg;base64,{BASE64},{BASE64}", 1000, "p") == DATA * 2
+    with pytest.raises(InvalidRequest, match="frame 1 of p is empty"):
+        decode_data_uri(f"data:video/jpeg;base64,{BASE64},,{BASE64}", 1000, "p")
+    with pytest.raises(MediaTooLarge):
+        decode_data_uri(f"data:video/jpeg;base64,{BASE64},{BASE64}", len(DATA) + 10, "p")
+    with pytest.raises(InvalidRequest):
+        decode_data_uri(f"data:image/jpeg;base64,{BASE64},{BASE64}", 1000, "p")
 
 
 def png(width: int = 64, height: int = 64) -> bytes:
@@ -91,6 +103,36 @@ def test_data_beyond_the_limit_is_refused(uri: str) -> None:
     assert len(decode_data_uri(uri, 256, "x")) == 256
     with pytest.raises(MediaTooLarge, match="255"):
         decode_data_uri(uri, 255, "x")
+
+
+@given(st.binary(max_size=60), st.integers(1, 9), st.integers(0, 3), st.booleans())
+def test_slices_decode_to_what_the_whole_decodes_to(data: bytes, size: int, every: int, is_padded: bool) -> None:
+    digits = base64.b64encode(data).decode()
+    if not is_padded:
+        digits = digits.rstrip("=")
+    if every:
+        digits = "\r\n".join(digits[i : i + every] for i in range(0, len(digits), every)) + "\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway_svc.data_uri._SLICE_CHARACTERS", size)
+        if data:
+            assert decode_data_uri(f"data:;base64,{digits}", 60, "x") == data
+
+
+@given(st.text(alphabet="AB+/=-* \n", max_size=24), st.integers(1, 9))
+def test_slices_refuse_what_the_whole_refuses(digits: str, size: int) -> None:
+    def outcome(slice_characters: int) -> bytes | str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gateway_svc.data_uri._SLICE_CHARACTERS", slice_characters)
+            try:
+                return decode_data_uri(f"data:;base64,{digits}", 60, "x")
+            except InvalidRequest:
+                return "refused"
+
+    plain = "".join(digits.split())
+    missing = -len(plain.rstrip("=")) % 4
+    is_valid = set(plain.rstrip("=")) <= set("AB+/") and len(plain) - len(plain.rstrip("=")) in (0, missing)
+    expected = base64.b64decode(plain.rstrip("=") + "=" * missing) if is_valid and missing < 3 and plain else b""
+    assert outcome(size) == outcome(1 << 20) == (expected or "refused")
 
 
 async def test_an_image_has_its_key_grid_and_bytes() -> None:
@@ -232,3 +274,20 @@ async def test_equal_pictures_of_cases_have_equal_keys() -> None:
             assert (await setup.client.post("/v1/chat/completions", json=body)).status_code == 200
         first, second = setup.backend.media
         assert [item.key for item in first] == [item.key for item in second]
+
+
+async def test_bytes_and_pixels_of_all_media_of_a_request_are_bounded_and_the_item_beyond_is_named() -> None:
+    references = [MediaReference(data_uri(png(64, 64 + n)), "image", f"p{n}") for n in range(3)]
+    num_bytes = sum(len(png(64, 64 + n)) for n in range(3))
+    num_pixels = 64 * (64 + 65 + 66)
+    assert len(await load(loader(max_request_bytes=num_bytes, max_request_pixels=num_pixels), *references)) == 3
+    for limits, word in (
+        ({"max_request_bytes": num_bytes - 1}, "bytes in all"),
+        ({"max_request_pixels": num_pixels - 1}, "pixels in all"),
+    ):
+        with pytest.raises(MediaTooLarge, match=word) as caught:
+            await load(loader(**limits), *references)
+        assert caught.value.param == "p2"
+        again = loader(**limits)
+        for reference in references:
+            await load(again, reference)  # another request begins anew

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.embedding import ExpectedEmbedding
+from common.embedding_cache import Located
 from common.errors import (
     DeadlineExceeded,
     EncoderUnavailable,
@@ -35,12 +36,14 @@ class FakeCache:
     """Holds the keys that it is told to hold."""
 
     keys: set[str] = field(default_factory=set)
+    in_work: dict[str, str] = field(default_factory=dict)
     asked: list[list[str]] = field(default_factory=list)
 
-    async def probe(self, expected: Sequence[ExpectedEmbedding]) -> set[str]:
+    async def locate(self, expected: Sequence[ExpectedEmbedding]) -> Located:
         assert all(item.fingerprint == FINGERPRINT and item.grid == (1, 4, 4) for item in expected)
         self.asked.append([item.key for item in expected])
-        return self.keys & set(self.asked[-1])
+        asked = set(self.asked[-1])
+        return Located(self.keys & asked, {key: owner for key, owner in self.in_work.items() if key in asked})
 
 
 @dataclass
@@ -163,6 +166,59 @@ async def test_another_encoder_takes_over_from_one_that_failed(error: TandemErro
         await resolved(b)
         assert [source for _, source, _ in b.found] == [b.encoders[1].hello.instance_id]
         assert [len(encoder.requests) for encoder in b.encoders] == [1, 1]
+
+
+async def test_the_encoder_at_work_on_an_item_is_asked_instead_of_its_owner() -> None:
+    async with bench(3) as b:
+        b.cache.in_work = {b.items[0].key: b.encoders[2].hello.instance_id}
+        await resolved(b)
+        assert [source for _, source, _ in b.found] == [b.encoders[2].hello.instance_id]
+        assert [len(encoder.requests) for encoder in b.encoders] == [0, 0, 1]
+
+
+async def test_an_encoder_that_names_another_is_followed_there() -> None:
+    async with bench(3) as b:
+        b.encoders[0].elsewhere = b.encoders[2].hello.instance_id
+        await resolved(b)
+        assert b.found == [(b.items[0].key, b.encoders[2].hello.instance_id, True)]
+        assert [len(encoder.requests) for encoder in b.encoders] == [1, 0, 1]
+
+
+async def test_an_encoder_that_names_redis_is_believed_and_nothing_is_encoded() -> None:
+    async with bench() as b:
+        b.encoders[0].elsewhere = "redis"
+        await resolved(b)
+        assert b.found == [(b.items[0].key, "redis", False)]
+        assert b.num_asked == 1
+
+
+async def test_a_place_that_cannot_be_asked_is_taken_over() -> None:
+    async with bench() as b:
+        b.encoders[0].elsewhere = "an encoder of another network"
+        await resolved(b)
+        assert b.found == [(b.items[0].key, b.encoders[0].hello.instance_id, True)]
+        assert [encoder.take_over for encoder in b.encoders[0].requests] == [False, True]  # type: ignore[union-attr]
+
+
+async def test_what_redis_could_not_give_is_encoded_whatever_it_says() -> None:
+    async with bench() as b:
+        b.encoders[0].elsewhere = "redis"
+        await resolved(b, failed_source="redis")
+        assert b.found == [(b.items[0].key, b.encoders[0].hello.instance_id, True)]
+
+
+async def test_the_encoder_at_work_that_dies_is_taken_over_and_a_full_one_is_not() -> None:
+    async with bench(3) as b:
+        b.cache.in_work = {b.items[0].key: b.encoders[2].hello.instance_id}
+        b.encoders[2].answer = lambda encoder, asked: EncoderUnavailable("gone")
+        b.encoders[0].answer = lambda encoder, asked: Overloaded("full")
+        await resolved(b)
+        assert [source for _, source, _ in b.found] == [b.encoders[1].hello.instance_id]
+        assert [encoder.requests[0].take_over for encoder in b.encoders] == [True, True, False]  # type: ignore[union-attr]
+    async with bench(2) as b:
+        b.encoders[0].answer = lambda encoder, asked: Overloaded("full")
+        await resolved(b)
+        assert not b.encoders[1].requests[0].take_over  # type: ignore[union-attr]
 
 
 async def test_an_encoder_that_dies_at_work_is_replaced() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_svc.app import HttpLimits
+from gateway_svc.api import HttpLimits
 from tests.gateway_svc.fake_backend import MODEL, FakeBackend, Harness, harness
 
 HEADERS = {"content-type": "application/json"}

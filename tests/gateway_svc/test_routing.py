@@ -1,11 +1,12 @@
 """Who owns a key: all gateways agree, a change moves few keys, and a busy owner is passed over."""
 
+import random
 from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_svc.routing import fingerprint_of, least_loaded, owner_bounded_by_load, rendezvous_order
+from gateway_svc.routing import DecoderLoad, choose_decoder, fingerprint_of, owner_bounded_by_load, rendezvous_order
 from tests.common.sockets import hello
 
 IDS = [f"encoder-{index}" for index in range(5)]
@@ -47,9 +48,48 @@ def test_the_bound_loses_no_one_and_keeps_the_order_of_equals(order: list[str], 
     assert bounded == [p for p in order if queue_s[p] <= bound] + [p for p in order if queue_s[p] > bound]
 
 
-def test_the_least_loaded_is_the_first_of_equals() -> None:
-    assert least_loaded(["bb", "a", "c"], len) == "a"
-    assert least_loaded([], len) is None
+FREE = DecoderLoad()
+
+
+def choose(loads: dict[str, DecoderLoad], known: dict[str, int] | None = None, seed: int = 0) -> str | None:
+    return choose_decoder(list(loads), loads.__getitem__, lambda peer: (known or {}).get(peer, 0), random.Random(seed))
+
+
+def test_of_two_decoders_the_one_with_less_to_do_is_chosen() -> None:
+    assert choose({"a": DecoderLoad(running=2), "b": DecoderLoad(running=1)}) == "b"
+    assert choose({"a": DecoderLoad(num_own=2), "b": DecoderLoad(running=1)}) == "b", "own requests count at once"
+    assert choose({"a": DecoderLoad(running=2), "b": DecoderLoad(waiting=2)}) == "a", "a queue is worse than a batch"
+    assert choose({"a": DecoderLoad(kv_used=0.9), "b": DecoderLoad(running=1)}) == "b", (
+        "KV that fills up is worse still"
+    )
+    assert choose({"a": FREE, "b": FREE}) == "a"
+    assert choose({}) is None
+
+
+def test_two_at_random_spread_the_load_and_spare_the_busiest() -> None:
+    loads = {name: DecoderLoad(running=running) for running, name in enumerate("abcde")}
+    chosen = Counter(choose(loads, seed=seed) for seed in range(300))
+    assert chosen["a"] > chosen["b"] > chosen["d"]
+    assert chosen["e"] == 0
+    assert len(chosen) == 4, "gateways with equally old reports do not all run to one decoder"
+
+
+def test_a_known_prefix_wins_over_a_little_load_and_never_over_much() -> None:
+    busy = DecoderLoad(running=3)
+    assert choose({"a": FREE, "b": busy}, {"b": 64}) == "a", "half a request is not worth three"
+    assert choose({"a": FREE, "b": busy}, {"b": 512}) == "b"
+    assert choose({"a": FREE, "b": DecoderLoad(running=5)}, {"b": 100_000}) == "a", "the imbalance is bounded"
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(0, 20), min_size=3, max_size=9), st.integers(0, 8))
+def test_the_decoder_that_knows_most_is_always_considered(seed: int, running: list[int], index: int) -> None:
+    index %= len(running)
+    loads = {str(number): DecoderLoad(running=count) for number, count in enumerate(running)}
+    chosen = choose(loads, {str(index): 10_000}, seed)
+    assert chosen is not None
+    assert loads[chosen].cost <= loads[str(index)].cost
+    if running[index] <= min(running) + 4:
+        assert loads[chosen].cost - (4 if chosen == str(index) else 0) <= loads[str(index)].cost - 4
 
 
 def test_in_a_mixed_fleet_the_fingerprint_is_that_of_most_encoders_that_fit_the_decoder() -> None:

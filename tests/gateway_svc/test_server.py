@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from common.errors import DecoderUnavailable
-from gateway_svc.app import HttpLimits
+from gateway_svc.api import HttpLimits
 from gateway_svc.media_fetch import FetchLimits, MediaFetcher
 from tests.gateway_svc.fake_backend import MODEL, FakeBackend, Harness, harness
 from tests.gateway_svc.media_host import media_host
