@@ -1,0 +1,116 @@
+"""Where checkpoints, devices and the cache come from, and which values are refused because they cannot work."""
+
+from typing import Any
+
+import pytest
+
+from tests.deploy.helm.chart import INSECURE, TIERS, ChartRefused, Rendered, render
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
+
+each_tier = pytest.mark.parametrize("tier", TIERS)
+
+
+def model_mount(rendered: Rendered, tier: str) -> tuple[str, dict[str, Any] | None]:
+    """What --model gets, and the volume behind it."""
+    pod = rendered.one("Deployment", tier)["spec"]["template"]["spec"]
+    args = pod["containers"][0]["args"]
+    volumes = [volume for volume in pod["volumes"] if volume["name"] == "models"]
+    return args[args.index("--model") + 1], volumes[0] if volumes else None
+
+
+@each_tier
+def test_a_hub_id_is_fetched_by_role_before_the_service_starts(tier: str) -> None:
+    rendered = render(
+        {**INSECURE, "model.hub.id": "owner/name", "model.hub.revision": "abc", "model.hub.tokenSecret": "t"}
+    )
+    pod = rendered.one("Deployment", tier)["spec"]["template"]["spec"]
+    (fetch,) = pod["initContainers"]
+    assert fetch["command"] == ["tandem", "fetch"]
+    assert fetch["args"] == ["--model", "owner/name", "--revision", "abc", "--role", tier]
+    assert fetch["env"][-1]["valueFrom"] == {"secretKeyRef": {"name": "t", "key": "token"}}
+    # The service itself needs neither the hub nor its token.
+    variables = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+    assert variables["HF_HUB_OFFLINE"] == "1"
+    assert "HF_TOKEN" not in variables
+    assert model_mount(rendered, tier)[0] == "owner/name"
+
+
+def test_the_other_sources_are_folders_that_are_only_read() -> None:
+    pvc = render({**INSECURE, "model.source": "pvc", "model.pvc.claimName": "c", "model.pvc.path": "/a/b/"})
+    assert model_mount(pvc, "encoder") == (
+        "/models/a/b",
+        {"name": "models", "persistentVolumeClaim": {"claimName": "c", "readOnly": True}},
+    )
+    image = render({**INSECURE, "model.source": "image", "model.image.reference": "r:1", "model.name": "m"})
+    assert model_mount(image, "decoder") == (
+        "/models",
+        {"name": "models", "image": {"reference": "r:1", "pullPolicy": "IfNotPresent"}},
+    )
+    assert model_mount(render({**INSECURE, "model.source": "bundled"}), "decoder")[1] is None
+    for rendered in (pvc, image):
+        (mount,) = [item for item in rendered.container("encoder")["volumeMounts"] if item["name"] == "models"]
+        assert mount["readOnly"] is True
+        assert "initContainers" not in rendered.one("Deployment", "encoder")["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kubernetes", "message"),
+    [
+        ({"model.source": "pvc", "model.name": "m"}, "1.34.0", "model.pvc.claimName is needed"),
+        ({"model.source": "pvc", "model.pvc.claimName": "c"}, "1.34.0", "model.name is needed"),
+        ({"model.source": "hostPath", "model.name": "m"}, "1.34.0", "model.hostPath.path is needed"),
+        ({"model.source": "image", "model.image.reference": "r", "model.name": "m"}, "1.30.0", "needs Kubernetes 1.31"),
+        ({"autoscaling.mode": "hpa", "autoscaling.encoder.min": "0"}, "1.34.0", "use mode keda or builtin"),
+        (
+            {"autoscaling.mode": "keda", "autoscaling.keda.trigger": "prometheus"},
+            "1.34.0",
+            "prometheusAddress is needed",
+        ),
+        ({"httpRoute.enabled": "true"}, "1.34.0", "httpRoute.parentRefs is needed"),
+        ({}, "1.28.0", "incompatible with Kubernetes"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_the_remedy(
+    values: dict[str, str], kubernetes: str, message: str
+) -> None:
+    with pytest.raises(ChartRefused, match=message):
+        render({**INSECURE, **values}, kubernetes=kubernetes)
+
+
+def test_devices_are_asked_for_and_cores_are_those_of_the_pod() -> None:
+    rendered = render(
+        {**INSECURE, "decoder.gpu.count": "4", "decoder.runtimeClassName": "nvidia", "decoder.sharedMemory": "8Gi"}
+    )
+    pod = rendered.one("Deployment", "decoder")["spec"]["template"]["spec"]
+    assert pod["runtimeClassName"] == "nvidia"
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod["volumes"]
+    threads = {
+        tier: [item for item in rendered.container(tier)["env"] if item["name"] == "TANDEM_THREADS"] for tier in TIERS
+    }
+    assert [len(threads[tier]) for tier in TIERS] == [0, 1, 0]
+    assert threads["encoder"][0]["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
+
+
+def test_a_cache_of_ones_own_takes_the_place_of_the_charts() -> None:
+    for values, expected in (
+        ({"redis.url": "rediss://cache:6380/0"}, {"name": "TANDEM_REDIS", "value": "rediss://cache:6380/0"}),
+        (
+            {"redis.existingSecret": "s"},
+            {"name": "TANDEM_REDIS", "valueFrom": {"secretKeyRef": {"name": "s", "key": "url"}}},
+        ),
+    ):
+        rendered = render({**INSECURE, "valkey.enabled": "false", **values})
+        assert len(rendered.of_kind("Deployment")) == 3
+        assert all(expected in rendered.container(tier)["env"] for tier in TIERS)
+        ports = {
+            p["port"] for rule in rendered.one("NetworkPolicy", "encoder")["spec"]["egress"] for p in rule["ports"]
+        }
+        assert ports == {53, 443, 6380 if "redis.url" in values else 6379}
+
+
+def test_a_fleet_for_text_has_no_encoder() -> None:
+    rendered = render({**INSECURE, "encoder.enabled": "false"})
+    assert not [item for item in rendered.objects if item["metadata"]["name"].endswith("-encoder")]
+    assert "--encoders" not in rendered.container("gateway")["args"]
