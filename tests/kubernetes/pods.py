@@ -1,0 +1,178 @@
+"""Pods and Deployments for drills: real processes, each with an address of its own, moved as Kubernetes moves pods.
+
+A pod is a `tandem` process on its own loopback address with the usual ports, and its endpoint in a slice of the fake
+API server. Kubernetes' order of things: a new pod is ready before the old one is told; the slice says that a pod ends
+before it gets its signal, and forgets it when its process is gone.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.kubernetes.fake_api import NAMESPACE, FakeApi, endpoint, endpoint_slice
+
+ENCODER = ("encoder", {"control": 7101, "data": 7102}, 7100)
+DECODER = ("decoder", {"control": 7201}, 7200)
+READY_S = 150.0
+_hosts = itertools.count(1)
+
+
+def next_host() -> str:
+    """A loopback address that no other process of this test run has."""
+    return f"127.{64 + os.getpid() % 64}.{os.getpid() // 64 % 250 + 1}.{next(_hosts) % 250 + 1}"
+
+
+def _serve(role: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """A service's command, in a process of its own."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    importlib.import_module(f"{role}_svc.__main__").app.meta(arguments)
+
+
+class Service:
+    """A `tandem` process, forked from one that has imported what services import: that takes seconds."""
+
+    _processes = multiprocessing.get_context("forkserver")
+    _processes.set_forkserver_preload(
+        [f"{role}_svc.__main__" for role in ("encoder", "decoder", "gateway")] + [__name__]
+    )
+
+    def __init__(self, role: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        self.log = log
+        self._is_told = False
+        self._process = self._processes.Process(target=_serve, args=(role, arguments, environment, log), daemon=True)
+
+    async def start(self, url: str) -> None:
+        """Start, and wait until the readiness probe at `url` succeeds; the log tells why it never does."""
+        await asyncio.to_thread(self._process.start)
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client, asyncio.timeout(READY_S):
+            while True:
+                assert self._process.is_alive(), f"it ended while it started: see {self.log}"
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get(url)).status_code == 200:
+                        return
+                await asyncio.sleep(0.02)
+
+    def tell_to_stop(self) -> None:
+        """SIGTERM, once: a second one would cut off what runs."""
+        if not self._is_told:
+            self._process.terminate()
+        self._is_told = True
+
+    async def end(self, grace_s: float) -> int:
+        """SIGTERM, and the exit code. Raises TimeoutError when the grace ends first."""
+        self.tell_to_stop()
+        await asyncio.to_thread(self._process.join, grace_s)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"it did not end within {grace_s} s: see {self.log}")
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        if self._process.pid is not None:
+            self._process.kill()
+
+
+@dataclass
+class Pod:
+    """One process and its place in the cluster."""
+
+    role: str
+    ports: dict[str, int]
+    http_port: int
+    log: Path
+    environment: dict[str, str]
+    host: str = field(default_factory=next_host)
+    seconds_to_end: float = -1.0
+
+    def __post_init__(self) -> None:
+        sockets = [f"--{port}-endpoint=tcp://{self.host}:{number}" for port, number in self.ports.items()]
+        http = [f"--http-host={self.host}", f"--http-port={self.http_port}"]
+        self.service = Service(self.role, [*sockets, *http], self.environment, self.log)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.host.rpartition('.')[2]}"
+
+    async def start(self) -> None:
+        """Start the process and wait until its readiness probe succeeds."""
+        await self.service.start(f"http://{self.host}:{self.http_port}/ready")
+
+    async def end(self, grace_s: float) -> int:
+        """SIGTERM, and the exit code."""
+        began = time.monotonic()
+        code = await self.service.end(grace_s)
+        self.seconds_to_end = time.monotonic() - began
+        return code
+
+
+class Deployment:
+    """One tier of one replica, rolled with one pod more than it has, and none fewer."""
+
+    def __init__(
+        self,
+        api: FakeApi,
+        tier: tuple[str, dict[str, int], int],
+        folder: Path,
+        environment: dict[str, str],
+        *,
+        pre_stop_s: float,
+        grace_s: float,
+    ) -> None:
+        self._api = api
+        self._tier = tier
+        self._folder = folder
+        self._environment = environment
+        self._pre_stop_s = pre_stop_s
+        self._grace_s = grace_s
+        self._number = itertools.count()
+        self.pods: list[Pod] = []
+        self.ended: list[tuple[Pod, int]] = []
+
+    async def scale_up(self) -> None:
+        """One pod more, which is in the slices once it is ready."""
+        role, ports, http_port = self._tier
+        pod = Pod(role, ports, http_port, self._folder / f"{role}-{next(self._number)}.log", self._environment)
+        self.pods.append(pod)
+        self._tell(pod, ready=False, serving=False)
+        await pod.start()
+        self._tell(pod)
+
+    async def scale_down(self) -> None:
+        """The oldest pod ends: not ready at once, then its hook, its signal, and gone."""
+        pod = self.pods.pop(0)
+        self._tell(pod, ready=False, serving=True, terminating=True)
+        await asyncio.sleep(self._pre_stop_s)
+        code = await pod.end(self._grace_s)
+        self.ended.append((pod, code))
+        self._api.delete(pod.name)
+
+    async def roll(self, times: int, before_each: Callable[[], Awaitable[None]]) -> None:
+        """Replace the pod, again and again."""
+        for _ in range(times):
+            await before_each()
+            await self.scale_up()
+            await self.scale_down()
+
+    def kill(self) -> None:
+        for pod in self.pods:
+            pod.service.kill()
+
+    def _tell(self, pod: Pod, **conditions: bool) -> None:
+        entry = endpoint(pod.host, pod.name, **conditions)
+        self._api.put(endpoint_slice(pod.name, self._tier[0], [entry], self._tier[1]))
+
+
+def sources() -> dict[str, str]:
+    """Settings that make gateways and decoders discover the tiers."""
+    return {"TANDEM_ENCODERS": f"kubernetes:{NAMESPACE}/encoder", "TANDEM_DECODERS": f"kubernetes:{NAMESPACE}/decoder"}

@@ -1,0 +1,155 @@
+"""A gateway whose peers come and go: running requests end where they run, new ones go to who is there."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import zmq.asyncio
+
+from common.discovery import DnsMembers
+from common.discovery_kubernetes import KubernetesMembers
+from common.kubernetes_api import connect
+from common.members import MemberSource
+from common.messages import GenerateRequest, SamplingParams
+from common.transport import Router
+from gateway_svc.fleet import Fleet
+from tests.common.sockets import background
+from tests.gateway_svc.fake_services import FakeDecoder
+from tests.kubernetes.fake_api import NAMESPACE, FakeApi, endpoint, endpoint_slice, fake_api
+from tests.kubernetes.pods import next_host
+
+
+class PlacedDecoder(FakeDecoder):
+    """A fake decoder at an address of its own, as a pod has one."""
+
+    def __init__(self, context: zmq.asyncio.Context, name: str, port: int = 0) -> None:
+        super().__init__(context, name)
+        self.router.close()
+        self.host = next_host()
+        self.router = Router(context, f"tcp://{self.host}:{port}", name="control")
+        self.port = int(self.router.endpoint.rpartition(":")[2])
+
+
+class World:
+    """A real fleet and fake decoders."""
+
+    def __init__(self, context: zmq.asyncio.Context, source: MemberSource) -> None:
+        self.context = context
+        self.fleet = Fleet(context, model="tiny", instance_id="gateway-1", cache=None, keys=None, decoder_source=source)
+
+    @property
+    def ready(self) -> list[str]:
+        return sorted(link.peer.instance_id for link in self.fleet.decoders.ready if link.peer is not None)
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 - links have no event for all that is waited for
+                await asyncio.sleep(0.005)
+
+    def ask(self, request_id: str) -> "asyncio.Task[list[Any]]":
+        request = GenerateRequest(
+            request_id=request_id,
+            model="tiny",
+            prompt_token_ids=[1, 2, 3],
+            sampling=SamplingParams(seed=1, max_tokens=8),
+            time_left_s=30,
+        )
+        deadline = asyncio.get_running_loop().time() + 30
+
+        async def events() -> list[Any]:
+            return [event async for event in self.fleet.generate(request, [], deadline)]
+
+        return asyncio.create_task(events())
+
+
+@asynccontextmanager
+async def world(source: MemberSource) -> AsyncIterator[World]:
+    context = zmq.asyncio.Context()
+    found = World(context, source)
+    try:
+        async with background(found.fleet.run()):
+            yield found
+    finally:
+        context.destroy(linger=0)
+
+
+def tell(api: FakeApi, decoder: PlacedDecoder, **conditions: bool) -> None:
+    """The slice of one decoder."""
+    entry = endpoint(decoder.host, decoder.name, **conditions)
+    api.put(endpoint_slice(decoder.name, "decoder", [entry], {"control": decoder.port}))
+
+
+def tokens(events: Sequence[Any]) -> list[int]:
+    return [token for event in events for token in event.tokens]
+
+
+async def test_a_request_ends_at_the_pod_that_terminates_and_new_ones_go_to_the_next() -> None:
+    async with fake_api() as api:
+        source = KubernetesMembers(partial(connect, api.url), NAMESPACE, "decoder", ["control"])
+        async with world(source) as w:
+            old, new = PlacedDecoder(w.context, "old"), PlacedDecoder(w.context, "new")
+            async with background(old.run(), new.run()):
+                tell(api, old)
+                await w.until(lambda: w.ready == ["old"])
+                running = w.ask("r1")
+                first = await old.request()
+                old.give(first, 0, [5])
+                tell(api, new)
+                await w.until(lambda: w.ready == ["new", "old"])
+                tell(api, old, ready=False, serving=True, terminating=True)
+                await w.until(lambda: w.ready == ["new"])  # though it says itself that it is ready
+                later = w.ask("r2")
+                second = await new.request()
+                new.give(second, 0, [7], finish_reason="length")
+                assert tokens(await later) == [7]
+                api.delete("old")  # Kubernetes may forget it while its last answer runs
+                await asyncio.sleep(0.05)
+                old.give(first, 1, [6], finish_reason="length")
+                assert tokens(await running) == [5, 6]
+                assert len(old.mailbox.of(GenerateRequest)) == 1
+                await w.until(lambda: len(w.fleet.decoders.links) == 1)
+
+
+async def test_the_fleet_goes_on_with_whom_it_knows_while_the_api_server_is_away() -> None:
+    async with fake_api() as api:
+        source = KubernetesMembers(
+            partial(connect, api.url), NAMESPACE, "decoder", ["control"], first_pause_s=0.01, longest_pause_s=0.05
+        )
+        async with world(source) as w:
+            decoder = PlacedDecoder(w.context, "d")
+            async with background(decoder.run()):
+                tell(api, decoder)
+                await w.until(lambda: w.ready == ["d"])
+                await api.stop()
+                await w.until(lambda: source.status()["failing"])
+                asked = w.ask("r1")
+                decoder.give(await decoder.request(), 0, [9], finish_reason="length")
+                assert tokens(await asked) == [9]
+                shown = w.fleet.status()["discovery"]
+                assert shown["decoders"]["failing"] == "unreachable"  # type: ignore[index]
+
+
+async def test_a_decoder_that_restarts_at_another_address_behind_its_name_is_used_again() -> None:
+    """K8S-08: an old connection that keeps trying the old address is left, and nobody else is restarted."""
+    answer: list[str] = []
+    with_port: list[int] = []
+    context = zmq.asyncio.Context()
+    first = PlacedDecoder(context, "first")
+    with_port.append(first.port)
+    answer.append(first.host)
+    source = DnsMembers("decoder.shop", with_port, every_s=0.02, look_up=lambda host: list(answer))
+    async with world(source) as w:
+        async with background(first.run()):
+            await w.until(lambda: w.ready == ["first"])
+        first.die()
+        second = PlacedDecoder(w.context, "second", port=first.port)
+        async with background(second.run()):
+            answer[:] = [second.host]
+            await w.until(lambda: w.ready == ["second"])
+            asked = w.ask("r1")
+            second.give(await second.request(), 0, [3], finish_reason="length")
+            assert tokens(await asked) == [3]
+            await w.until(lambda: len(w.fleet.decoders.links) == 1)
+    context.destroy(linger=0)
