@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 PYTEST_WORKERS ?= 2
 
-.PHONY: up test check format demo-model clean
+.PHONY: up test check bench-gateway bench-encoder bench-decoder bench-structured bench-interference fuzz format demo-model clean images-test
 
 up: $(VENV)/.ready
 	@$(BIN)/tandem up
@@ -19,6 +19,30 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# How light the gateway is: beside a bare server, on one core, between stubs.
+bench-gateway: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.bench_gateway
+
+# The encoder: tower, preprocessing, the whole process and its transport, each beside a peer.
+bench-encoder: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.bench_encoder
+
+# The engine of the decoder, beside transformers' generate.
+bench-decoder: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.bench_decoder
+
+# What grammars cost a full batch of answers.
+bench-structured: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.bench_structured
+
+# Text streams beside new pictures: our processes, or any server by URL=http://host:port/v1.
+bench-interference: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.bench_interference $(if $(URL),--url $(URL))
+
+# Every route against thousands of requests that its documentation describes; takes hours.
+fuzz: $(VENV)/.ready
+	TANDEM_FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),5000) $(BIN)/python -m pytest --timeout 0 tests/gateway_svc/test_fuzz.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .
@@ -36,6 +60,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --progress-bar off $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+# Builds the images on a base of its own and starts what is in them; needs root, buildah and debootstrap.
+images-test: $(VENV)/.ready
+	$(BIN)/python -m tests.deploy.images $(IMAGES) || [ $$? = 77 ]
 
 clean:
 	rm -rf $(VENV) .tandem .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -1,0 +1,255 @@
+"""An encoder under its heaviest work: do probes and small pictures still get through, and does its memory stay flat?
+
+    python -m benchmarks.bench_calm [--model FOLDER] [--frames 256] [--images 2000]
+
+An encoder process on one core encodes a video of 256x256 again and again. Meanwhile `/health` is asked 20 times a
+second, and small pictures are encoded one after another, which were timed alone before. Then thousands of different
+pictures pass through it, and its resident memory is compared with what it was after the first ones. All by wall clock
+in one run. Last line: one JSON object, each value the limit divided by what was measured; exit code 1 below 1.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import httpx
+import numpy as np
+import zmq.asyncio
+
+from benchmarks.bench_encoder import checkpoint, jpeg
+from benchmarks.bench_pipeline import PATIENCE_S, Client
+from benchmarks.side_by_side import affinity, verdict
+from common.link import Link
+from common.messages import EncodeRequest, Hello, MediaOptions, Modality, ProbeReply, ProbeRequest, Release
+from common.processor_config import ProcessorConfig
+from common.transport import Dealer
+from common.vision_grid import Grid
+from deploy.local import free_port
+from encoder_svc.preprocess import read_image
+
+SIDE, SMALL = 256, 224
+PROBES_PER_S = 20
+HEALTH_P99_S, HEALTH_WORST_S = 0.05, 0.25
+FIRST_IMAGES, MAX_GROWTH = 300, 1.05
+TARGETS = dict.fromkeys(("health_p99", "health_worst", "small_images_p99", "memory"), 1.0)
+
+
+def video(num_frames: int) -> bytes:
+    """A moving gradient, in H.264."""
+    buffer = io.BytesIO()
+    ramp = np.add.outer(np.arange(SIDE), np.arange(SIDE)).astype(np.uint8)
+    with av.open(buffer, "w", format="mp4") as output:
+        stream = output.add_stream("libx264", rate=Fraction(24))
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        for number in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(np.repeat(np.roll(ramp, number, 1)[:, :, None], 3, 2), format="rgb24")
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
+@dataclass
+class Encoder:
+    """A process, its probes, and a gateway's way to it."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    control: Link
+    data: Link
+    client: Client
+    probed: "asyncio.Future[ProbeReply]"
+
+    async def encode(self, source: bytes, grid: Grid, modality: Modality, options: MediaOptions) -> float:
+        """Seconds until a new item is held; then it is let go."""
+        name, key = secrets.token_hex(8), secrets.token_hex(32)
+        peer = self.data.peer
+        assert peer is not None
+        assert peer.fingerprint is not None
+        answers = self.client._waiting[name] = asyncio.Queue()
+        began = time.perf_counter()
+        request = EncodeRequest(
+            request_id=name,
+            key=key,
+            modality=modality,
+            options=options,
+            expected_grid=grid,
+            fingerprint=peer.fingerprint,
+            time_left_s=PATIENCE_S,
+        )
+        self.data.send(request, source)
+        reply, _ = await answers.get()
+        seconds = time.perf_counter() - began
+        del self.client._waiting[name]
+        assert getattr(reply, "error", None) is None, reply
+        self.control.send_or_keep(Release(request_id=name))
+        return seconds
+
+    async def metric(self, name: str) -> float:
+        """A metric's value."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            lines = (await client.get(f"{self.url}/metrics")).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    def resident_bytes(self) -> int:
+        """What the process has in memory."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.asynccontextmanager
+async def encoder(model: Path, core: int) -> AsyncIterator[Encoder]:
+    """An encoder process on one core, ready."""
+    with tempfile.TemporaryDirectory(prefix="tdm") as folder:
+        addresses = {name: f"ipc://{folder}/{name}" for name in ("control", "data")}
+        port = free_port()
+        options = ["--model", str(model), "--served-model-name", "bench", "--device", "cpu", "--threads", "1"]
+        options += ["--control-endpoint", addresses["control"], "--data-endpoint", addresses["data"]]
+        options += ["--http-port", str(port), "--preprocess-threads", "1", "--hold-bytes", str(64 << 20)]
+        options += ["--dtype", "bfloat16", "--log-level", "warning"]
+        process = await asyncio.create_subprocess_exec(
+            *("taskset", "-c", str(core), sys.executable, "-m", "encoder_svc", *options),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        context = zmq.asyncio.Context()
+        hello = Hello(role="gateway", instance_id="bench", model="bench", version="0", is_ready=True)
+        probed: asyncio.Future[ProbeReply] = asyncio.get_running_loop().create_future()
+
+        def link(name: str) -> Link:
+            return Link(
+                Dealer(context, addresses[name], name="bench"),
+                lambda: hello,
+                role="encoder",
+                on_message=lambda _, message, payload: (
+                    probed.set_result(message) if isinstance(message, ProbeReply) else client.take(message, payload)
+                ),
+            )
+
+        control, data = link("control"), link("data")
+        client = Client(data)
+        running = [asyncio.create_task(one.run()) for one in (control, data)]
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not (data.is_ready and control.is_ready):
+                    assert process.returncode is None, "the encoder ended"
+                    await asyncio.sleep(0.05)
+            yield Encoder(process, f"http://127.0.0.1:{port}", control, data, client, probed)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            for one in (control, data):
+                one.close()
+            context.destroy(linger=0)
+            process.kill()
+            await process.wait()
+
+
+async def probe_health(url: str, times: list[float]) -> None:
+    """Ask for the process's health, at a steady rate, until cancelled."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            began = time.perf_counter()
+            assert (await client.get(f"{url}/health")).status_code == 200
+            times.append(time.perf_counter() - began)
+            await asyncio.sleep(max(0.0, 1 / PROBES_PER_S - times[-1]))
+
+
+def p99(values: list[float]) -> float:
+    """The value that one in a hundred exceeds."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * 0.99))]
+
+
+async def beside_a_video(to: Encoder, processor: ProcessorConfig, num_frames: int) -> dict[str, float]:
+    """Probes and small pictures while a video encodes."""
+    picture = jpeg(SMALL, SMALL)
+    grid = read_image(picture, processor).grid_thw
+    still = MediaOptions()
+    alone = [await to.encode(picture, grid, "image", still) for _ in range(20)]
+    source, options = video(num_frames), MediaOptions(num_frames=num_frames)
+    to.data.send(ProbeRequest(request_id="p", key="a" * 64, options=options, time_left_s=PATIENCE_S), source)
+    facts = (await to.probed).facts
+    assert facts is not None
+    before = [await to.metric(f"tandem_encoder_forward_seconds_{part}") for part in ("sum", "count")]
+    health: list[float] = []
+    small: list[float] = []
+    probing = asyncio.create_task(probe_health(to.url, health))
+    while len(small) < 60:
+        encoding = asyncio.create_task(to.encode(source, facts.grid, "video", options))
+        while not encoding.done():
+            small.append(await to.encode(picture, grid, "image", still))
+        await encoding
+    probing.cancel()
+    await asyncio.gather(probing, return_exceptions=True)
+    spent, count = [
+        await to.metric(f"tandem_encoder_forward_seconds_{part}") - then
+        for part, then in zip(("sum", "count"), before, strict=True)
+    ]
+    slice_s = (spent - len(small) * statistics.median(alone)) / max(1.0, count - len(small))
+    bound = 3 * statistics.median(alone) + slice_s
+    print(f"video of grid {facts.grid}; small pictures of grid {grid}; one slice takes {slice_s * 1e3:.0f} ms")
+    print(f"small picture alone: median {statistics.median(alone) * 1e3:.1f} ms, p99 {p99(alone) * 1e3:.1f} ms")
+    print(f"beside the video: {len(small)}, median {statistics.median(small) * 1e3:.1f}, p99 {p99(small) * 1e3:.1f} ms")
+    print(
+        f"/health: {len(health)}, median {statistics.median(health) * 1e3:.1f}, p99 {p99(health) * 1e3:.1f}, "
+        f"worst {max(health) * 1e3:.1f} ms"
+    )
+    return {
+        "health_p99": HEALTH_P99_S / p99(health),
+        "health_worst": HEALTH_WORST_S / max(health),
+        "small_images_p99": bound / p99(small),
+    }
+
+
+async def growth(to: Encoder, processor: ProcessorConfig, num_images: int) -> float:
+    """The limit of the growth of its memory over different pictures, divided by the growth."""
+    picture = jpeg(SMALL, SMALL)
+    grid = read_image(picture, processor).grid_thw
+    gate = asyncio.Semaphore(8)
+
+    async def one() -> None:
+        async with gate:
+            await to.encode(picture, grid, "image", MediaOptions())
+
+    await asyncio.gather(*(one() for _ in range(FIRST_IMAGES)))
+    first = to.resident_bytes()
+    await asyncio.gather(*(one() for _ in range(num_images)))
+    last = to.resident_bytes()
+    print(f"resident after {FIRST_IMAGES} pictures {first >> 20} MiB, after {num_images} more {last >> 20} MiB")
+    return MAX_GROWTH / (last / first)
+
+
+async def bench(model: Path, num_frames: int, num_images: int) -> int:
+    """Print the table; 1 when a limit is exceeded."""
+    cores = affinity()
+    print(f"encoder on core {cores[0]}, one compute thread, bfloat16; this client on {cores}")
+    processor = ProcessorConfig.load(model)
+    async with encoder(model, cores[0]) as to:
+        ratios = await beside_a_video(to, processor, num_frames)
+        ratios["memory"] = await growth(to, processor, num_images)
+    return verdict(ratios, TARGETS)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--frames", type=int, default=256)
+    parser.add_argument("--images", type=int, default=2000)
+    arguments = parser.parse_args()
+    with checkpoint(arguments.model) as model:
+        return asyncio.run(bench(model, arguments.frames, arguments.images))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

