@@ -24,6 +24,7 @@ from common import messages
 from common.errors import ERROR_TABLE
 from common.settings import CommonSettings
 from decoder_svc.config import DecoderSettings
+from deploy.autoscaler.config import AutoscalerSettings
 from deploy.local import UpSettings
 from encoder_svc.config import EncoderSettings
 from gateway_svc.config import GatewaySettings
@@ -36,6 +37,7 @@ PACKAGES = {
     "gateway_svc": "Gateway",
     "encoder_svc": "Encoder",
     "decoder_svc": "Decoder",
+    "deploy": "Autoscaler",
 }
 # Defaults that depend on the machine, in words.
 DEFAULTS_IN_WORDS = {"preprocess_threads": "half of the cores", "model": "the demo model", "data_dir": "`.tandem`"}
@@ -54,14 +56,14 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def settings_table(cls: type[Any], without: type[Any] | None = None) -> str:
     """Flag, default and meaning of each field of a settings class, without those of a base."""
-    texts = _field_texts(cls)
+    texts = field_texts(cls)
     inherited = {field.name for field in dataclasses.fields(without)} if without is not None else set()
     fields = [field for field in dataclasses.fields(cls) if field.name not in inherited]
     rows = [(f"`--{f.name.replace('_', '-')}`", _default(f), " ".join(texts[f.name].split())) for f in fields]
     return table(("Flag", "Default", "Meaning"), rows)
 
 
-def _field_texts(cls: type[Any]) -> dict[str, str]:
+def field_texts(cls: type[Any]) -> dict[str, str]:
     """The string under each field, over all bases."""
     texts: dict[str, str] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
@@ -95,12 +97,12 @@ def metrics_tables() -> str:
     """All metrics that the code registers, by package."""
     parts = []
     for package, title in PACKAGES.items():
-        rows = sorted({_metric_row(metric) for metric in _metrics_of(package)})
+        rows = sorted({_metric_row(metric) for metric in metrics_of(package)})
         parts.append(f"**{title}**\n\n{table(('Metric', 'Type', 'Labels', 'Meaning'), rows)}")
     return "\n\n".join(parts)
 
 
-def _metrics_of(package: str) -> Iterator[MetricWrapperBase]:
+def metrics_of(package: str) -> Iterator[MetricWrapperBase]:
     if package == "gateway_svc":
         yield from (m for m in vars(HttpMetrics(CollectorRegistry())).values() if isinstance(m, MetricWrapperBase))
     for module in _modules(package):
@@ -113,7 +115,9 @@ def _metrics_of(package: str) -> Iterator[MetricWrapperBase]:
 def _modules(package: str) -> Iterator[Any]:
     root = importlib.import_module(package)
     for info in pkgutil.walk_packages(root.__path__, f"{package}."):
-        yield importlib.import_module(info.name)
+        # Compiled operators are no modules of Python's.
+        if info.name not in ("decoder_svc.model._kernels", "encoder_svc.model._attention_amx"):
+            yield importlib.import_module(info.name)
 
 
 def _is_made_in(module: Any, metric: MetricWrapperBase) -> bool:
@@ -260,6 +264,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "settings of the gateway": lambda: settings_table(GatewaySettings, CommonSettings),
         "settings of the encoder": lambda: settings_table(EncoderSettings, CommonSettings),
         "settings of the decoder": lambda: settings_table(DecoderSettings, CommonSettings),
+        "settings of the autoscaler": lambda: settings_table(AutoscalerSettings),
         "settings of tandem up": lambda: settings_table(UpSettings),
         "metrics": metrics_tables,
     },
@@ -284,6 +289,8 @@ def main() -> None:
             if count != 1:
                 raise SystemExit(f"{file} has {count} sections named {name!r}, expected one")
         path.write_text(text)
+    # The chart's values name every setting too; imported here, since that module takes the texts from this one.
+    importlib.import_module("tests.deploy.helm.values_schema").main()
 
 
 if __name__ == "__main__":

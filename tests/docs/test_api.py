@@ -1,5 +1,6 @@
 """`docs/api.md` names every field of a request, and every one that is refused."""
 
+import json
 import re
 
 from fastapi.routing import APIRoute
@@ -7,8 +8,8 @@ from fastapi.routing import APIRoute
 from common.image_header import DEFAULT_MAX_CANVAS_PIXELS, IMAGE_FORMATS
 from common.vision_grid import MAX_ASPECT_RATIO
 from encoder_svc.video_decode import DEFAULT_VIDEO_LIMITS
-from gateway_svc import openai_schema
-from gateway_svc.app import HttpLimits
+from gateway_svc import completions, embeddings, media_route, openai_schema, responses_schema, sampling_schema
+from gateway_svc.api import HttpLimits
 from gateway_svc.conversation import _RESERVED_KWARGS
 from gateway_svc.media_fetch import FetchLimits
 from tests.docs.tables import DOCS
@@ -29,12 +30,12 @@ def test_the_table_has_exactly_the_fields_that_are_read() -> None:
 
 def test_the_list_of_refused_fields_is_the_code_s() -> None:
     refused = PAGE.partition("These fields are refused by name")[2].partition("Any other field")[0]
-    assert names_in(refused) == set(openai_schema._NOT_SERVED)
+    assert names_in(refused) == set(sampling_schema.NOT_SERVED)
 
 
 def test_the_options_of_processors_and_templates_are_all_named() -> None:
     row = next(line for line in PAGE.splitlines() if line.startswith("| `mm_processor_kwargs`"))
-    assert names_in(row) - {"mm_processor_kwargs"} == set(openai_schema.ProcessorKwargs.model_fields)
+    assert names_in(row) - {"mm_processor_kwargs"} == set(sampling_schema.ProcessorKwargs.model_fields)
     row = next(line for line in PAGE.splitlines() if line.startswith("| `chat_template_kwargs`"))
     assert names_in(row) - {"chat_template_kwargs"} == set(_RESERVED_KWARGS)
 
@@ -42,7 +43,9 @@ def test_the_options_of_processors_and_templates_are_all_named() -> None:
 def test_every_route_is_listed() -> None:
     paths = {route.path for route in harness().app.routes if isinstance(route, APIRoute)}
     assert len(paths) >= 6
-    listed = {path.replace("{model}", "{model:path}") for path in re.findall(r"(?:GET|POST) (/[a-z0-9/{}._]+)", PAGE)}
+    listed = {
+        path.replace("{model}", "{model:path}") for path in re.findall(r"(?:GET|POST|DELETE) (/[a-z0-9/{}._]+)", PAGE)
+    }
     assert paths <= listed
 
 
@@ -57,8 +60,43 @@ def test_the_numbers_are_the_code_s() -> None:
     assert f"at most {fetch.max_redirects} redirects" in PAGE
     assert f"at most {http.stream_open_s:g} s" in PAGE
     assert f"every {http.keep_alive_s:g} s" in PAGE
-    assert f"1 to {openai_schema.MAX_CHOICES} choices" in PAGE
+    assert f"1 to {sampling_schema.MAX_CHOICES} choices" in PAGE
     assert f"1 to {openai_schema.MAX_MESSAGES:,}, with up to {openai_schema.MAX_PARTS:,} parts each" in PAGE
     assert f"{openai_schema.MAX_PARTS_IN_ALL:,} in all" in PAGE
-    assert f"up to {openai_schema.MAX_STOPS} of up to {openai_schema.MAX_STOP_CHARACTERS:,} characters" in PAGE
-    assert f"up to {openai_schema.MAX_TOP_LOGPROBS} alternatives" in PAGE
+    assert f"up to {sampling_schema.MAX_STOPS} of up to {sampling_schema.MAX_STOP_CHARACTERS:,} characters" in PAGE
+    assert f"up to {sampling_schema.MAX_TOP_LOGPROBS} alternatives" in PAGE
+    assert f"up to {sampling_schema.MAX_BAD_WORDS} texts" in PAGE
+    assert f"up to {sampling_schema.MAX_ALTERNATIVES:,} texts" in PAGE
+    assert f"a list of up to {completions.MAX_PROMPTS}" in PAGE
+    assert f"`max_tokens` is {completions.DEFAULT_TOKENS} when it is left out" in PAGE
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_fields_of_the_other_routes_are_named() -> None:
+    own = set(completions.CompletionRequest.model_fields) - set(sampling_schema.SamplingFields.model_fields)
+    assert own <= names_in(section("Completions"))
+    fields = set(responses_schema.ResponsesRequest.model_fields) - {"model", "reasoning"}
+    assert fields - {"text"} <= names_in(section("Responses"))
+    refused = set(responses_schema._NOT_SERVED) - {"context_management", "max_tool_calls"}
+    assert refused <= names_in(section("Responses"))
+    assert set(media_route.WarmRequest.model_fields) <= names_in(section("Media ahead of time"))
+    assert f"up to {media_route.MAX_ITEMS} parts" in PAGE
+    embedding = set(embeddings.EmbeddingRequest.model_fields) - {"model", "user"}
+    assert embedding <= names_in(section("Embeddings"))
+    assert set(sampling_schema.StructuredOutputs.model_fields) <= {"json_", *names_in(PAGE)}
+
+
+def test_the_openapi_document_is_whole() -> None:
+    document = harness().app.openapi()
+    schemas = document["components"]["schemas"]
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert references <= set(schemas)
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"]
+            assert "422" not in operation["responses"]
+            assert ("requestBody" in operation) == (method == "post"), path
+    assert schemas["ChatCompletionRequest"]["properties"]["model"]["enum"] == ["tandem-demo", "alias"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from decoder_svc.config import DecoderSettings
+from deploy.autoscaler.config import AutoscalerSettings
 from deploy.local import UpSettings
 from encoder_svc.config import EncoderSettings
 from gateway_svc.config import GatewaySettings
@@ -16,7 +17,7 @@ from tests.paths import REPOSITORY
 
 PAGES = [*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *(REPOSITORY / "demo").glob("*.md")]
 PACKAGES = ("common", "gateway_svc", "encoder_svc", "decoder_svc", "deploy", "tests", "demo")
-SETTINGS = (GatewaySettings, EncoderSettings, DecoderSettings, UpSettings)
+SETTINGS = (GatewaySettings, EncoderSettings, DecoderSettings, AutoscalerSettings, UpSettings)
 FLAGS_OF_COMMANDS = {"--config", "--help"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

@@ -12,7 +12,6 @@ import pytest
 from tests.integration.cases.manifest import Case
 
 CHAT = "/v1/chat/completions"
-LATER_ROUTES = ("/v1/completions",)  # not served yet: a plain 404 is right
 TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 413: "invalid_request_error"}
 CODES = ("context_length_exceeded", "model_not_found")
 
@@ -84,7 +83,7 @@ def assert_different(response: httpx.Response, other: httpx.Response) -> None:
 
 def check_status(case: Case, response: httpx.Response, statuses: frozenset[int] | None = None) -> None:
     """The status that the case allows, with an error object where it is none of success."""
-    allowed = {404} if case.path in LATER_ROUTES else (statuses or case.statuses or {200})
+    allowed = statuses or case.statuses or {200}
     assert response.status_code in allowed, f"{case.id}: {response.status_code} {response.text[:500]}"
     if response.status_code == 200:
         return

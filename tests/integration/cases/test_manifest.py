@@ -18,6 +18,12 @@ TESTED_INSIDE = {
     "DIS-13": "tests/common/test_wire.py::test_another_major_version_is_refused_with_both_versions_named",
     "DIS-16": "tests/common/test_transport.py::test_nothing_is_queued_for_a_service_that_is_not_there",
     "K8S-01": "tests/common/test_service.py::test_health_answers_while_the_service_loads_and_ready_says_no",
+    "K8S-04": "tests/deploy/helm/test_images.py::test_the_first_process_is_the_service_and_not_a_shell",
+    "K8S-08": "tests/kubernetes/test_membership.py"
+    "::test_a_decoder_that_restarts_at_another_address_behind_its_name_is_used_again",
+    "K8S-10": "tests/deploy/helm/test_chart.py::test_scaling_down_is_slow_and_scaling_up_is_not",
+    "K8S-12": "tests/deploy/helm/test_chart.py::test_the_grace_period_is_longer_than_the_sleep_and_the_drain",
+    "K8S-14": "tests/deploy/helm/test_chart.py::test_a_busy_pod_is_not_restarted_and_a_slow_start_is_waited_for",
     "MTH-01": "tests/common/test_vision_grid.py",
     "MTH-02": "tests/decoder_svc/test_positions.py",
     "MTH-03": "tests/decoder_svc/test_positions.py",
@@ -28,16 +34,10 @@ TESTED_INSIDE = {
     "MTH-10": "tests/decoder_svc/test_engine.py::test_the_size_of_prefill_chunks_changes_no_token",
     "MTH-12": "tests/decoder_svc/model/test_weights.py::test_untied_model_keeps_its_own_lm_head",
     "SEC-09": "tests/common/test_transport.py::test_an_endpoint_that_strangers_reach_needs_keys",
+    "SEC-16": "tests/gateway_svc/test_access.py::test_every_route_that_is_documented_needs_a_key",
     "TXT-17": "tests/gateway_svc/test_detokenizer.py",
 }
-NOT_YET = {
-    "K8S-04": "there are no images yet",
-    "K8S-08": "addresses are fixed by configuration; names are resolved by ZMQ at each connection",
-    "K8S-10": "there is no chart yet",
-    "K8S-12": "there is no chart yet",
-    "K8S-14": "there is no chart yet",
-    "SEC-16": "there are no API keys yet",
-}
+NOT_YET: dict[str, str] = {}
 
 
 @needs_shared
