@@ -95,6 +95,17 @@ class RedisGuard:
             return await self._call(name, timeout_s, call)
 
     async def _call(self, name: str, timeout_s: float, call: Callable[[], Awaitable[T]]) -> T | None:
+        task = asyncio.current_task()
+        assert task is not None
+        cancels_before = task.cancelling()
+        try:
+            return await self._judged(name, timeout_s, call)
+        finally:
+            # The client may lose a cancellation that comes while it connects or closes a connection.
+            if task.cancelling() > cancels_before:
+                raise asyncio.CancelledError
+
+    async def _judged(self, name: str, timeout_s: float, call: Callable[[], Awaitable[T]]) -> T | None:
         try:
             async with asyncio.timeout(timeout_s):
                 result = await call()
