@@ -91,6 +91,11 @@ class LoadReport(Message, frozen=True, kw_only=True, tag=True):
     bytes_in_flight: Count = 0
     is_draining: bool = False
 
+    @property
+    def kv_share(self) -> float:
+        """The part of the KV cache that is in use; 0 where there is none."""
+        return self.kv_used_tokens / self.kv_total_tokens if self.kv_total_tokens else 0.0
+
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):
     """Answer to a frame that could not be accepted: malformed, another protocol version, or out of place.
@@ -274,6 +279,9 @@ class MediaItem(Struct, frozen=True, kw_only=True):
         return sum(span.num_tokens for span in self.spans)
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
 class SamplingParams(Struct, frozen=True, kw_only=True):
     """How tokens are chosen; the semantics of OpenAI's API and vLLM's names. The seed is always set.
 
@@ -299,7 +307,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     bad_words_ids: Annotated[list[TokenIds], Meta(max_length=1024)] = msgspec.field(default_factory=list)
     num_logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
     num_prompt_logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
-    grammar_kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"] | None = None
+    grammar_kind: GrammarKind | None = None
     grammar: Annotated[str, Meta(max_length=1 << 20)] | None = None
 
 

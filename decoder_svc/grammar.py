@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jsonschema_rs
 import msgspec
@@ -19,8 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from common.errors import ConfigError, InvalidRequest
+from common.json_schema import META_SCHEMA, WHITESPACE_PATTERN
+from common.messages import GrammarKind
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 
 MAX_CHOICES = 1024
@@ -29,19 +30,7 @@ MAX_REASON_CHARACTERS = 300
 MAX_LOCATING_CHARACTERS = 1 << 20  # of schemas that are compiled only to say which of them is wrong
 # Lexer states take 1 to 2 KiB each; the library's own limit would let one grammar take half a GiB.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-# Models are known to write white space for ever where any is allowed.
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", "lenient": False, "coerce_one_of": False}
-
-
-def _no_retrieval(uri: str) -> Any:
-    """A schema never makes this process fetch anything."""
-    raise LookupError(uri)
-
-
-# The meta-schema as a schema of ours, so that a client's own `$schema` and `$ref` are plain values.
-_META_SCHEMA = jsonschema_rs.Draft202012Validator(
-    {"$ref": "https://json-schema.org/draft/2020-12/schema"}, retriever=_no_retrieval
-)
+JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE_PATTERN, "lenient": False, "coerce_one_of": False}
 
 
 class GrammarState:
@@ -131,7 +120,7 @@ class GrammarCompiler:
             schema = msgspec.json.decode(text)
             if not isinstance(schema, dict):
                 raise InvalidRequest("the json_schema is not an object: give a JSON schema object")
-            _META_SCHEMA.validate(schema)
+            META_SCHEMA.validate(schema)
             matcher, reason = self._compiled_schema(schema)
             if matcher is None:
                 where, reason = self._locate(schema, reason)

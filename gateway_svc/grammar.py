@@ -9,15 +9,16 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema_rs
 
 from common.errors import InvalidRequest
+from common.json_schema import META_SCHEMA, WHITESPACE_PATTERN
+from common.messages import GrammarKind
 from gateway_svc.plain_json import check_plain
 from gateway_svc.sampling_schema import ResponseFormat, SamplingFields, StructuredOutputs
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MAX_GRAMMAR_CHARACTERS = 1 << 20
 # A rule of its own for anything: special tokens, such as the end of reasoning, never match it.
 _ANYTHING = r"/(.|\n)*/"
@@ -60,7 +61,7 @@ def inline_schema(text: str) -> str:
     """A JSON schema as the body of a Lark rule. White space is bounded: models may write it for ever where they can."""
     schema = json.loads(text)
     if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}}
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
     return f"%json {json.dumps(schema)}"
 
 
@@ -101,7 +102,7 @@ def grammar_of(fields: SamplingFields) -> Grammar | None:
 def schema_text(schema: Any, param: str) -> str:
     """A JSON schema as the decoder takes it. Raises InvalidRequest that says where it is none."""
     try:
-        _META_SCHEMA.validate(schema)
+        META_SCHEMA.validate(schema)
     except jsonschema_rs.ValidationError as exc:
         path = [str(step) for step in exc.instance_path]
         shown = json.dumps(exc.instance)[:_SHOWN_CHARACTERS]
@@ -109,17 +110,6 @@ def schema_text(schema: Any, param: str) -> str:
             f"{param} is not a valid JSON schema: {shown} cannot stand at {'.'.join(path) or 'its top'}", param=param
         ) from exc
     return json.dumps(schema)
-
-
-def _no_retrieval(uri: str) -> Any:
-    """A schema never makes this server fetch anything."""
-    raise LookupError(uri)
-
-
-# The meta-schema as a schema, so that a client's own `$schema` and `$ref` are plain values.
-_META_SCHEMA = jsonschema_rs.Draft202012Validator(
-    {"$ref": "https://json-schema.org/draft/2020-12/schema"}, retriever=_no_retrieval
-)
 
 
 def _of_format(wanted: ResponseFormat) -> Grammar | None:
