@@ -6,7 +6,6 @@ of layers or sequences. Runs in the compute thread. Legend: `T` packed tokens, `
 """
 
 import ctypes
-import importlib.machinery
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.compiled_library import find_compiled_library
 from decoder_svc.kv_cache import KVCache
 
 # Sizes that `kernels.cpp` has room for.
@@ -221,9 +221,7 @@ def _fits(size: int, *tensors: Tensor | None) -> bool:
 
 def compiled_library() -> Path | None:
     """The library that the installation built beside this file, if it did."""
-    folder = Path(__file__).parent
-    names = [f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    return find_compiled_library(Path(__file__).parent, "_kernels")
 
 
 def select_kernels(device: torch.device | str) -> TorchKernels | NativeKernels:

@@ -5,13 +5,13 @@ installation where there is a compiler. Knows nothing of images. Runs in the com
 """
 
 import ctypes
-import importlib.machinery
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from common.compiled_library import find_compiled_library
 from common.errors import ModelFailure
 
 MAX_HEAD_DIM = 128  # what `attention_amx.cpp` has room for
@@ -63,9 +63,7 @@ def takes(head_dim: int) -> bool:
 
 def try_amx_attention() -> AmxAttention | None:
     """The kernel, where it was built and the processor and the system let it run."""
-    folder = Path(__file__).parent
-    names = [f"_attention_amx{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    path = find_compiled_library(Path(__file__).parent, "_attention_amx")
     if path is None:
         return None
     library = ctypes.CDLL(str(path))
