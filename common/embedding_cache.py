@@ -185,7 +185,7 @@ class EmbeddingCache:
                 return await self._get_by_parts(expected)
             return await self._reader.run(lambda reading: self._read(reading, expected), budget_s)
 
-        budget_s = self._transfer_budget_s(_expected_bytes(expected))
+        budget_s = self._transfer_budget_s(expected.num_bytes("float32"))
         found = await self._guard.run("get", budget_s, call)
         if found is not None:
             CACHE_BYTES.labels("read").inc(len(found[1]))
@@ -359,10 +359,6 @@ def _as_bytes(value: object) -> bytes:
 def _note_damage(reason: str) -> None:
     CACHE_CALLS.labels("get", "corrupt").inc()
     logger.warning("a cached embedding was damaged", reason=reason)
-
-
-def _expected_bytes(expected: ExpectedEmbedding) -> int:
-    return (expected.rows or 0) * (expected.width or 0) * 4
 
 
 def _manifest_name(key: str) -> str:

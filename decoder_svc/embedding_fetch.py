@@ -174,6 +174,9 @@ class EncoderFetcher:
     def _on_up(self, link: Link) -> None:
         if link.peer is not None and link.peer.instance_id in self._lost:
             self._lost.remove(link.peer.instance_id)
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()  # those who wait for the next change wait for a new event
 
@@ -222,8 +225,7 @@ class EncoderFetcher:
 
     def _on_down(self, link: Link, instance_id: str) -> None:
         self._lost.append(instance_id)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._wake()
         for fetch in self._fetches.values():
             if fetch.link is link and not fetch.done.done():
                 fetch.done.set_exception(EncoderUnavailable("the encoder went away"))

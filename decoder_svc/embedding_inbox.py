@@ -16,7 +16,7 @@ import structlog
 from torch import Tensor
 
 from common.embedding import ExpectedEmbedding, Payload
-from common.embedding_cache import EmbeddingCache
+from common.embedding_cache import REDIS, EmbeddingCache
 from common.errors import EncoderUnavailable, ModelFailure, TandemError
 from common.messages import EmbeddingHeader, GenerateRequest
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
@@ -28,7 +28,6 @@ FETCHES = Counter("tandem_decoder_fetches_total", "Embeddings fetched", ["source
 FETCH_SECONDS = Histogram("tandem_decoder_fetch_seconds", "Time of one fetch", ["source"], buckets=SECONDS_BUCKETS)
 BYTES_IN_FLIGHT = Gauge("tandem_decoder_embedding_bytes", "Bytes of embeddings fetched and still needed")
 
-REDIS = "redis"
 FETCH_TIMEOUT_S = 30.0
 
 

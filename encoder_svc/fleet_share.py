@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 
 from common.embedding import ExpectedEmbedding
-from common.embedding_cache import CLAIM_TTL_MS, EmbeddingCache
+from common.embedding_cache import CLAIM_TTL_MS, REDIS, EmbeddingCache
 from common.metrics import Counter
 from encoder_svc.embedding_store import EmbeddingStore
 
@@ -49,7 +49,7 @@ class FleetShare:
         place = await self._cache.claim(expected, self._instance_id, take_over=take_over)
         if place is None:
             self._claimed.add(expected.key)
-        REDIS_LOOKUPS.labels("miss" if place is None else "redis" if place == "redis" else "in_work").inc()
+        REDIS_LOOKUPS.labels("miss" if place is None else REDIS if place == REDIS else "in_work").inc()
         return place
 
     def offer(self, key: str) -> None:

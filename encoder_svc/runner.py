@@ -47,7 +47,6 @@ class TowerRunner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         ATTENTION.labels(tower.attention.name).set(1)
         self._rate = RateMeter()
-        self.last_forward_s = 0.0
         self.started_at: float | None = None  # when the forward that runs now began, for the liveness probe
 
     @property
@@ -70,7 +69,6 @@ class TowerRunner:
 
     def _record(self, items: Sequence[TowerItem], seconds: float) -> None:
         patches = sum(item.pixel_values.shape[0] for item in items)
-        self.last_forward_s = seconds
         FORWARD_SECONDS.observe(seconds)
         BATCH_ITEMS.observe(len(items))
         PATCHES.inc(patches)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from common.autoscale import DecoderLoad, Share, TierName, decoder_share, encoder_share, needed
 from common.autoscale_shares import Collected, OwnShare, ShareCollector
 from common.metrics import Gauge
+from gateway_svc.api import json_response
 from gateway_svc.decoder_pool import DecoderPool
 from gateway_svc.encoder_pool import EncoderPool
 
@@ -93,7 +94,7 @@ class Autoscale:
             if report is None or peer is None:
                 continue
             loads[link.endpoint] = DecoderLoad(
-                kv_share=report.kv_used_tokens / report.kv_total_tokens if report.kv_total_tokens else 0.0,
+                kv_share=report.kv_share,
                 running=report.running,
                 waiting=report.waiting,
                 slots=peer.limits.max_sequences,
@@ -111,7 +112,7 @@ def add_autoscale_route(app: FastAPI, autoscale: Autoscale, gateways: ShareColle
         """The work of a tier in replicas, of all gateways together or of this one."""
         own = autoscale.own(tier)
         if scope == "self":
-            return Response(msgspec.json.encode(own), media_type="application/json")
+            return json_response(own)
         collected = (
             await gateways.collect(tier, own)
             if gateways is not None
@@ -123,4 +124,4 @@ def add_autoscale_route(app: FastAPI, autoscale: Autoscale, gateways: ShareColle
             "desired": needed(share.replicas),
             "gateways": {"asked": collected.asked, "answered": collected.answered},
         }
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return json_response(body)

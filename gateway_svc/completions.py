@@ -24,7 +24,8 @@ from gateway_svc.grammar import grammar_of
 from gateway_svc.merged import merged
 from gateway_svc.middleware import RequestIds
 from gateway_svc.openai_response import TokenCounts
-from gateway_svc.sampling_schema import MAX_CHOICES, MAX_TOP_LOGPROBS, SamplingFields, TokenId, check_count
+from gateway_svc.sampling import check_vocabulary
+from gateway_svc.sampling_schema import MAX_TOP_LOGPROBS, SamplingFields, TokenId, check_count
 from gateway_svc.sse import Puller, collect
 from gateway_svc.text_run import Drafted, RunSpec, TextRun, TextService
 
@@ -92,7 +93,7 @@ class CompletionRequest(SamplingFields):
         if self.is_echo_alone and not self.echo:
             raise InvalidRequest("max_tokens is 0, which needs echo to be true", param="max_tokens")
         num_choices = len(self.prompts) * (self.n or 1)
-        if num_choices > MAX_PROMPTS and num_choices > MAX_CHOICES:
+        if num_choices > MAX_PROMPTS:
             raise InvalidRequest(
                 f"{len(self.prompts)} prompts with n {self.n or 1} are {num_choices} choices, above the limit of "
                 f"{MAX_PROMPTS}: send fewer",
@@ -136,11 +137,11 @@ class Logprobs:
 
     def add_prompt(self, token_ids: Sequence[int], known: Sequence[TokenLogprobs], table: TokenTable) -> None:
         """Tokens of a prompt; nothing is known of the first."""
-        self.add(_text_of(table, token_ids[:1]), None, None)
+        self.add(table.text_of(token_ids[:1]), None, None)
         for token_id, logprobs in zip(token_ids[1:], known, strict=False):
             top = [token_entry(table, other, logprob) for other, logprob in logprobs.top]
             self.add(
-                _text_of(table, [token_id]),
+                table.text_of([token_id]),
                 max(logprobs.logprob, LEAST_LOGPROB),
                 {entry["token"]: entry["logprob"] for entry in top},
             )
@@ -268,7 +269,7 @@ class Completion:
         is_whole = isinstance(given, str) and self._request.truncate_prompt_tokens is None
         if is_whole:
             return str(given)
-        return _text_of(self._table, run.prompt.token_ids if run.prompt is not None else [])
+        return self._table.text_of(run.prompt.token_ids if run.prompt is not None else [])
 
     def _fields(self) -> dict[str, Any]:
         return {**self._head, "model": self._request.model}
@@ -288,17 +289,3 @@ def add_completion_route(api: Api) -> None:
         if body.stream:
             return await api.stream(puller, completion, ids)
         return json_response(completion.completion(await collect(puller)))
-
-
-def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequest for an id that is no token."""
-    for index, token_id in enumerate(token_ids):
-        if token_id >= vocab_size:
-            raise InvalidRequest(
-                f"{param}[{index}] is {token_id}, but the vocabulary ends at {vocab_size - 1}",
-                param=f"{param}[{index}]",
-            )
-
-
-def _text_of(table: TokenTable, token_ids: Sequence[int]) -> str:
-    return b"".join(map(table.bytes_of, token_ids)).decode("utf-8", "replace")

@@ -100,7 +100,7 @@ class DecoderPool:
             connect,
             [Member((endpoint,)) for endpoint in endpoints],
             links_of=lambda link: (link,),
-            is_busy=self._has_runs,
+            is_busy=lambda link: self.num_runs(link) > 0,
             on_change=self._changed,
         )
 
@@ -180,9 +180,6 @@ class DecoderPool:
         finally:
             self.num_held -= 1
 
-    def _has_runs(self, link: Link) -> bool:
-        return any(run.link is link for run in self._runs.values())
-
     def _is_ours(self, link: Link) -> bool:
         return link.peer is not None and link.peer.model == self._model
 
@@ -193,7 +190,7 @@ class DecoderPool:
             num_own=self._num_own[link],
             waiting=report.waiting,
             running=report.running,
-            kv_used=report.kv_used_tokens / report.kv_total_tokens if report.kv_total_tokens else 0.0,
+            kv_used=report.kv_share,
         )
 
     def _hashes_of(self, request: GenerateRequest) -> list[bytes]:

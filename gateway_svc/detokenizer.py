@@ -7,7 +7,7 @@ U+FFFD, as in the decoding of the whole. Pure; knows nothing of HTTP or sampling
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -41,6 +41,10 @@ class TokenTable:
     def bytes_of(self, token_id: int) -> bytes:
         """What a token is made of, special tokens included. Ids without a token (padding rows) are empty."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+    def text_of(self, token_ids: Iterable[int]) -> str:
+        """Their text, special tokens included; what is no whole character is U+FFFD."""
+        return b"".join(map(self.bytes_of, token_ids)).decode("utf-8", "replace")
 
     def visible_bytes_of(self, token_id: int) -> bytes:
         """What a token adds to the answer: nothing, for a special token."""

@@ -19,13 +19,14 @@ from starlette.responses import Response
 from common.errors import InvalidRequest, ModelFailure
 from gateway_svc.api import Api, documented, json_response
 from gateway_svc.choice import ChoiceDelta
-from gateway_svc.completions import MAX_PROMPTS, Prompt, check_vocabulary, prompt_kind, prompts_of
+from gateway_svc.completions import MAX_PROMPTS, Prompt, prompt_kind, prompts_of
 from gateway_svc.conversation import conversation_of
 from gateway_svc.merged import merged
 from gateway_svc.middleware import RequestIds
 from gateway_svc.openai_response import TokenCounts
 from gateway_svc.openai_schema import ChatCompletionRequest, Message
 from gateway_svc.plain_json import check_plain
+from gateway_svc.sampling import check_vocabulary
 from gateway_svc.sampling_schema import ProcessorKwargs, SamplingFields, StrictModel, check_count
 from gateway_svc.sse import Puller, collect
 from gateway_svc.text_run import Drafted, RunSpec, TextRun, TextService

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from common.embedding import ExpectedEmbedding
-from common.embedding_cache import EmbeddingCache, Located
+from common.embedding_cache import REDIS, EmbeddingCache, Located
 from common.errors import EncoderUnavailable, TandemError, error_info
 from common.messages import EncodeReply, EncodeRequest
 from common.metrics import SECONDS_BUCKETS, Counter, Histogram
@@ -26,7 +26,6 @@ logger = structlog.get_logger(__name__)
 ENCODE_RETRIES = Counter("tandem_gateway_encode_retries_total", "Items sent to another encoder after a failure")
 ENCODE_SECONDS = Histogram("tandem_gateway_encode_seconds", "EncodeRequest to EncodeReply", buckets=SECONDS_BUCKETS)
 
-REDIS = "redis"
 ENCODER_WAIT_S = 30.0
 MAX_TRIES = 6
 MAX_LOST = 3

@@ -14,10 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import NotFound, Overloaded
-from common.messages import Modality
 from common.vision_grid import num_vision_tokens
 from gateway_svc.api import ERROR_RESPONSES, Api, documented, json_response
-from gateway_svc.conversation import media_options
 from gateway_svc.media import LoadedMedia, MediaReference
 from gateway_svc.openai_schema import ImagePart, VideoPart
 from gateway_svc.plain_json import check_plain
@@ -25,7 +23,6 @@ from gateway_svc.sampling_schema import ProcessorKwargs, StrictModel, check_coun
 from gateway_svc.text_run import TextService
 
 MAX_ITEMS = 256
-_MODALITIES: tuple[Modality, ...] = ("image", "video")
 MediaPart = Annotated[ImagePart | VideoPart, Field(discriminator="type")]
 
 
@@ -84,9 +81,9 @@ async def _warm(service: TextService, body: WarmRequest) -> list[dict[str, Any]]
     references = [_reference(part, index) for index, part in enumerate(body.media)]
     service.media.check_counts(references)
     fingerprint = await service.backend.fingerprint()
-    media = await service.media.load(
+    media = await service.load_media(
         references,
-        {modality: media_options(body.mm_processor_kwargs, modality) for modality in _MODALITIES},
+        body.mm_processor_kwargs,
         fingerprint=fingerprint,
         cache_salt=body.cache_salt,
         deadline=deadline,

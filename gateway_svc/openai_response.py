@@ -142,7 +142,7 @@ def prompt_logprobs_field(
                 str(other): {
                     "logprob": max(logprob, LEAST_LOGPROB),
                     "rank": rank,
-                    "decoded_token": table.bytes_of(other).decode("utf-8", "replace"),
+                    "decoded_token": table.text_of([other]),
                 }
                 for other, logprob, rank in ranked
             }

@@ -29,8 +29,7 @@ Event = dict[str, Any]
 def encode_typed(value: object) -> bytes:
     """An event with its type as its name. An error object becomes an event of type "error"."""
     if isinstance(value, dict) and "error" in value and "type" not in value:
-        value = {"type": "error", **value["error"], "error": value["error"]}
-        value["type"] = "error"
+        value = {**value["error"], "type": "error", "error": value["error"]}
     name = str(value["type"]) if isinstance(value, dict) else "message"
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 

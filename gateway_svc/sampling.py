@@ -89,11 +89,11 @@ def sampling_params(
         frequency_penalty=request.frequency_penalty or 0.0,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=_token_ids(request.stop_token_ids or [], vocab_size, "stop_token_ids"),
+        stop_token_ids=check_vocabulary(request.stop_token_ids or [], vocab_size, "stop_token_ids"),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         allowed_token_ids=None
         if request.allowed_token_ids is None
-        else _token_ids(request.allowed_token_ids, vocab_size, "allowed_token_ids"),
+        else check_vocabulary(request.allowed_token_ids, vocab_size, "allowed_token_ids"),
         bad_words_ids=bad_words_ids or [],
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.prompt_logprobs,
@@ -123,12 +123,13 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _token_ids(token_ids: list[int], vocab_size: int, name: str) -> list[int]:
+def check_vocabulary(token_ids: list[int], vocab_size: int, param: str) -> list[int]:
+    """The ids. Raises InvalidRequest for one that is no token, by its place in `param`."""
     for index, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             raise InvalidRequest(
-                f"{name}[{index}] is {token_id}, but the vocabulary ends at {vocab_size - 1}",
-                param=f"{name}[{index}]",
+                f"{param}[{index}] is {token_id}, but the vocabulary ends at {vocab_size - 1}",
+                param=f"{param}[{index}]",
             )
     return token_ids
 

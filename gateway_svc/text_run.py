@@ -82,6 +82,24 @@ class TextService:
                 f"the model {name[:200]!r} is not served here: use {', '.join(self.model_names)}", param="model"
             )
 
+    async def load_media(
+        self,
+        references: Sequence[MediaReference],
+        processor_kwargs: ProcessorKwargs | None,
+        *,
+        fingerprint: str,
+        cache_salt: str | None,
+        deadline: float,
+    ) -> list[LoadedMedia]:
+        """All items, in order, with the options that the request gives for its media. Raises TandemError."""
+        return await self.media.load(
+            references,
+            {modality: media_options(processor_kwargs, modality) for modality in _MODALITIES},
+            fingerprint=fingerprint,
+            cache_salt=cache_salt,
+            deadline=deadline,
+        )
+
     def run(self, spec: RunSpec, request_id: str, client_label: str | None) -> "TextRun":
         """One generation, not started. Raises ModelNotFound, and InvalidRequest where the model does not generate."""
         self.check_model(spec.fields.model)
@@ -94,7 +112,6 @@ class TextRun:
     """One generation. Iterate `deltas` once; `counts` is right when they have ended."""
 
     def __init__(self, service: TextService, spec: RunSpec, request_id: str, client_label: str | None) -> None:
-        self.draft: PromptDraft | None = None
         self.prompt: Prompt | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.embedding: list[float] | None = None
@@ -162,11 +179,17 @@ class TextRun:
         max_model_len = service.backend.max_model_len
         run_in_threads = asyncio.get_running_loop().run_in_executor
         drafted, sampling = await run_in_threads(service.text_threads, self._draft, max_model_len)
-        self.draft, self._grammar = drafted.draft, drafted.grammar
+        self._grammar = drafted.grammar
         fingerprint = None
         if drafted.references:
             fingerprint = await service.backend.fingerprint()
-            self._media = await self._load(drafted.references, fingerprint)
+            self._media = await service.load_media(
+                drafted.references,
+                self._spec.processor_kwargs,
+                fingerprint=fingerprint,
+                cache_salt=fields.cache_salt,
+                deadline=self._deadline,
+            )
         prompt = await run_in_threads(
             service.text_threads, service.prompts.build, drafted.draft, self._media, max_model_len
         )
@@ -196,16 +219,6 @@ class TextRun:
             vocab_size=service.backend.vocab_size,
             grammar=drafted.grammar,
             bad_words_ids=service.prompts.bad_words_ids(fields.bad_words) if fields.bad_words else None,
-        )
-
-    async def _load(self, references: Sequence[MediaReference], fingerprint: str) -> list[LoadedMedia]:
-        kwargs = self._spec.processor_kwargs
-        return await self._service.media.load(
-            references,
-            {modality: media_options(kwargs, modality) for modality in _MODALITIES},
-            fingerprint=fingerprint,
-            cache_salt=self._spec.fields.cache_salt,
-            deadline=self._deadline,
         )
 
     def _field_of(self, error: TandemError) -> str | None:

@@ -92,8 +92,7 @@ def add_token_routes(api: Api) -> None:
                     f"tokens[{index}] is {token_id}, but the tokenizer ends at {service.table.size - 1}",
                     param=f"tokens[{index}]",
                 )
-        text = b"".join(map(service.table.bytes_of, body.tokens)).decode("utf-8", "replace")
-        return json_response({"prompt": text})
+        return json_response({"prompt": service.table.text_of(body.tokens)})
 
 
 def _tokenized(service: TextService, body: TokenizeRequest) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def _tokenized(service: TextService, body: TokenizeRequest) -> dict[str, Any]:
     ids = _draft(service, body, max_model_len).token_ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [service.table.bytes_of(token_id).decode("utf-8", "replace") for token_id in ids]
+        answer["token_strs"] = [service.table.text_of([token_id]) for token_id in ids]
     return answer
 
 
