@@ -180,20 +180,17 @@ class Step:
     rows: int
     scale: float  # of the learning rates
     side: float  # weight of the dense labels' loss
-    counts: tuple[float, ...]
-    moves: bool
-    focus: float
-    sinks: bool
-    sides: float
-    lists: bool
-    pictures: float
-    which: float
-    weights: Mapping[str, float]
+
+    @property
+    def plan(self) -> Stage:
+        """The stage, for all that is the same in each of its steps."""
+        return STAGES[self.stage]
 
     @property
     def guides(self) -> tuple[tuple[float, ...], bool, bool, Mapping[str, float], bool, float]:
         """What BatchMaker.make takes after the rows."""
-        return self.counts, self.moves, self.sinks, self.weights, self.lists, self.which
+        plan = self.plan
+        return plan.counts, plan.moves, plan.sinks, plan.weights, plan.lists, plan.which
 
 
 def step_of(number: int) -> Step:
@@ -221,15 +218,6 @@ def step_of(number: int) -> Step:
         stage.rows[kind][area],
         scale * stage.peak,
         stage.side * warm,
-        stage.counts,
-        stage.moves,
-        stage.focus,
-        stage.sinks,
-        stage.sides,
-        stage.lists,
-        stage.pictures,
-        stage.which,
-        stage.weights,
     )
 
 

@@ -106,15 +106,15 @@ class Trainer:
         loss = F.cross_entropy(logits.float(), targets)
         right = (logits.argmax(-1) == targets).float().mean().item()
         total = loss + step.side * dense
-        if step.focus:
-            total = total + step.focus * run.focus
-        if step.sides and bool((batch["sides"] >= 0).any()):
+        if step.plan.focus:
+            total = total + step.plan.focus * run.focus
+        if step.plan.sides and bool((batch["sides"] >= 0).any()):
             sides = self.side_head(run.answers).float().view(-1, 2)
-            total = total + step.sides * F.cross_entropy(sides, batch["sides"].flatten(), ignore_index=-100)
+            total = total + step.plan.sides * F.cross_entropy(sides, batch["sides"].flatten(), ignore_index=-100)
         report = {"loss": loss.item(), "dense": dense.item(), "focus": run.focus.item(), "right": right}
-        if step.pictures and len(run.seen):
+        if step.plan.pictures and len(run.seen):
             pictures = self.picture_loss(run, batch)
-            total, report["pictures"] = total + step.pictures * pictures, pictures.item()
+            total, report["pictures"] = total + step.plan.pictures * pictures, pictures.item()
         return total, report
 
     def picture_loss(self, run: TextRun, batch: dict[str, Tensor]) -> Tensor:
@@ -151,13 +151,13 @@ class Trainer:
     def step(self, batch: dict[str, Tensor], step: Step) -> dict[str, float]:
         if step.stage != self.stage:
             self.enter(step.stage)
-            self.sharpen(STAGES[step.stage].sharpen)
+            self.sharpen(step.plan.sharpen)
         loss, report = self.losses(batch, step)
         loss.backward()
         if self.ranks > 1:
             self.average()
         self.muon.step(MUON_LR * step.scale)
-        self.adam.step(ADAM_LR * step.scale, STAGES[step.stage].norm_boost, self.query_key_norms)
+        self.adam.step(ADAM_LR * step.scale, step.plan.norm_boost, self.query_key_norms)
         for parameter in self.trained:
             parameter.grad = None
         self.number = step.number + 1
