@@ -32,8 +32,13 @@ constexpr int kTile = 16;            // rows of a tile, and its columns of float
 constexpr int kDepth = 32;           // bfloat16 numbers in a row of a tile
 constexpr int kTileNumbers = 512;    // bfloat16 numbers in a tile
 constexpr int kQueries = 2 * kTile;  // at once
-constexpr int kKeys = 256;           // at once
+constexpr int kKeys = 64;           // at once, so that all of a block stays in the first-level cache
 constexpr int kMaxHeadDim = 128;
+constexpr float kMaxExcess = 8.0f;  // powers of two by which a score may exceed what weights are relative to
+
+// Takes 16 numbers of 16 bits of the one half and 16 of the other by turns.
+alignas(64) constexpr uint16_t kInPairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
 // Where q, k and v of one head and one segment begin; the distance of two patches is `stride` numbers.
 struct Segment {
@@ -44,13 +49,14 @@ struct Segment {
     float scale;  // of the scores, for powers of two
 };
 
-// What one thread needs for one block of queries.
+// What one thread needs for one block of queries. Scores, weights and sums have one query a column.
 struct Block {
     alignas(64) bf16 queries[kQueries * kMaxHeadDim];
-    alignas(64) float scores[kQueries * kKeys];
-    alignas(64) bf16 weights[kQueries * kKeys];
-    alignas(64) float sums[kQueries * kMaxHeadDim];
-    float largest[kQueries], total[kQueries];
+    alignas(64) float scores[2][kKeys * kQueries];
+    alignas(64) bf16 weights[kKeys * kQueries];
+    alignas(64) float sums[kMaxHeadDim * kQueries];
+    alignas(64) float relative_to[kQueries];
+    alignas(64) float total[kQueries];
 };
 
 int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
@@ -70,158 +76,228 @@ AMX void configure_tiles() {
     _tile_loadconfig(&config);
 }
 
-// Keys as the right-hand side of scores: tiles of 16 keys, whose rows are pairs of a head's numbers, zero beyond it.
-void pack_keys(const Segment &s, bf16 *packed, int64_t padded_keys, int padded_dim) {
-    for (int64_t first = 0; first < padded_keys; first += kTile)
-        for (int start = 0; start < padded_dim; start += kDepth, packed += kTileNumbers)
-            for (int key = 0; key < kTile; ++key)
-                for (int i = 0; i < kDepth; ++i) {
-                    const bool is_there = first + key < s.length && start + i < s.head_dim;
-                    packed[(i / 2) * kDepth + key * 2 + i % 2] =
-                        is_there ? s.k[(first + key) * s.stride + start + i] : 0;
-                }
+// Swaps rows and columns of 16 x 16 numbers of 32 bits.
+AMX inline void transpose(__m512i (&rows)[16]) {
+    __m512i pairs[16], fours[16];
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
+            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
+        }
+    for (int i = 0; i < 4; ++i) {
+        const __m512i a = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
+        const __m512i b = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88);
+        const __m512i c = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
+        const __m512i d = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd);
+        rows[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+        rows[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
+        rows[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        rows[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    }
 }
 
-// Values as the right-hand side of results: tiles of 16 columns, whose rows are pairs of keys.
-void pack_values(const Segment &s, bf16 *packed, int64_t padded_keys, int padded_dim) {
+// The lowest `count` bits, of 0 to 32.
+AMX inline __mmask32 lowest(int64_t count) {
+    return count >= 32 ? ~__mmask32{0} : count <= 0 ? 0 : (__mmask32{1} << count) - 1;
+}
+
+// Keys as the left-hand side of scores: their rows, with zeros where the head or the segment ends.
+AMX void pack_keys(const Segment &s, bf16 *packed, int64_t padded_keys, int padded_dim) {
+    for (int64_t key = 0; key < padded_keys; ++key)
+        for (int start = 0; start < padded_dim; start += kDepth, packed += kDepth) {
+            const __mmask32 mask = key < s.length ? lowest(s.head_dim - start) : 0;
+            _mm512_store_si512(packed, _mm512_maskz_loadu_epi16(mask, s.k + key * s.stride + start));
+        }
+}
+
+// Values as the left-hand side of results: tiles of 16 of a head's numbers, each a row of 32 keys.
+AMX void pack_values(const Segment &s, bf16 *packed, int64_t padded_keys, int padded_dim) {
     for (int64_t first = 0; first < padded_keys; first += kDepth)
-        for (int start = 0; start < padded_dim; start += kTile, packed += kTileNumbers)
-            for (int key = 0; key < kDepth; ++key)
-                for (int i = 0; i < kTile; ++i) {
-                    const bool is_there = first + key < s.length && start + i < s.head_dim;
-                    packed[(key / 2) * kDepth + i * 2 + key % 2] =
-                        is_there ? s.v[(first + key) * s.stride + start + i] : 0;
+        for (int start = 0; start < padded_dim; start += kTile, packed += kTileNumbers) {
+            __m512i rows[16];
+            for (int pair = 0; pair < 16; ++pair) {
+                __m512i two[2];
+                for (int i = 0; i < 2; ++i) {
+                    const int64_t key = first + 2 * pair + i;
+                    const __mmask16 mask = key < s.length ? lowest(s.head_dim - start) : 0;
+                    two[i] = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, s.v + key * s.stride + start));
                 }
-}
-
-// scores[32, count] = queries[32, dim] . keys[count, dim]; `keys` is packed, count a multiple of 32.
-AMX void multiply_keys(Block &b, const bf16 *keys, int64_t count, int padded_dim) {
-    const int depth = padded_dim / kDepth;
-    for (int64_t first = 0; first < count; first += 2 * kTile) {
-        const bf16 *left = keys + first / kTile * depth * kTileNumbers, *right = left + depth * kTileNumbers;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int i = 0; i < depth; ++i) {
-            _tile_loadd(4, b.queries + i * kDepth, padded_dim * 2);
-            _tile_loadd(5, b.queries + kTile * padded_dim + i * kDepth, padded_dim * 2);
-            _tile_loadd(6, left + i * kTileNumbers, 64);
-            _tile_loadd(7, right + i * kTileNumbers, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+                rows[pair] = _mm512_or_si512(two[0], _mm512_slli_epi32(two[1], 16));
+            }
+            transpose(rows);
+            for (int i = 0; i < 16; ++i) _mm512_store_si512(packed + i * kDepth, rows[i]);
         }
-        _tile_stored(0, b.scores + first, kKeys * 4);
-        _tile_stored(1, b.scores + first + kTile, kKeys * 4);
-        _tile_stored(2, b.scores + kTile * kKeys + first, kKeys * 4);
-        _tile_stored(3, b.scores + kTile * kKeys + first + kTile, kKeys * 4);
-    }
 }
 
-// sums[32, dim] += weights[32, count] . values[count, dim]
-AMX void multiply_values(Block &b, const bf16 *values, int64_t count, int padded_dim) {
-    const int columns = padded_dim / kTile;
-    for (int column = 0; column < columns; column += 2) {
-        float *sums = b.sums + column * kTile, *lower = sums + kTile * padded_dim;
-        _tile_loadd(0, sums, padded_dim * 4);
-        _tile_loadd(1, sums + kTile, padded_dim * 4);
-        _tile_loadd(2, lower, padded_dim * 4);
-        _tile_loadd(3, lower + kTile, padded_dim * 4);
+// Queries [first, first + rows) as the right-hand side of scores: tiles of 16 queries, whose rows are pairs of numbers.
+AMX void pack_queries(const Segment &s, bf16 *packed, int64_t first, int64_t rows, int padded_dim) {
+    for (int64_t tile = 0; tile < kQueries; tile += kTile)
+        for (int start = 0; start < padded_dim; start += kDepth, packed += kTileNumbers) {
+            __m512i lines[16];
+            for (int i = 0; i < kTile; ++i) {
+                const __mmask32 mask = tile + i < rows ? lowest(s.head_dim - start) : 0;
+                lines[i] = _mm512_maskz_loadu_epi16(mask, s.q + (first + tile + i) * s.stride + start);
+            }
+            transpose(lines);
+            for (int i = 0; i < kTile; ++i) _mm512_store_si512(packed + i * kDepth, lines[i]);
+        }
+}
+
+// scores[32 keys, 32 queries] = keys[32, dim] . queries[dim, 32]
+AMX inline void multiply_keys(const bf16 *queries, const bf16 *keys, int padded_dim, float *scores) {
+    const int right = padded_dim / kDepth * kTileNumbers;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int i = 0; i < padded_dim; i += kDepth) {
+        _tile_loadd(4, keys + i, padded_dim * 2);
+        _tile_loadd(5, keys + kTile * padded_dim + i, padded_dim * 2);
+        _tile_loadd(6, queries + i * kTile, 64);
+        _tile_loadd(7, queries + right + i * kTile, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, scores, kQueries * 4);
+    _tile_stored(1, scores + kTile, kQueries * 4);
+    _tile_stored(2, scores + kTile * kQueries, kQueries * 4);
+    _tile_stored(3, scores + kTile * kQueries + kTile, kQueries * 4);
+}
+
+// sums[dim, 32 queries] += values[dim, count] . weights[count, 32]
+AMX inline void multiply_values(Block &b, const bf16 *values, int64_t count, int padded_dim) {
+    const int tiles = padded_dim / kTile;
+    for (int tile = 0; tile < tiles; tile += 2) {
+        float *upper = b.sums + tile * kTile * kQueries, *lower = upper + kTile * kQueries;
+        _tile_loadd(0, upper, kQueries * 4);
+        _tile_loadd(1, upper + kTile, kQueries * 4);
+        _tile_loadd(2, lower, kQueries * 4);
+        _tile_loadd(3, lower + kTile, kQueries * 4);
         for (int64_t first = 0; first < count; first += kDepth) {
-            const bf16 *tile = values + (first / kDepth * columns + column) * kTileNumbers;
-            _tile_loadd(4, b.weights + first, kKeys * 2);
-            _tile_loadd(5, b.weights + kTile * kKeys + first, kKeys * 2);
-            _tile_loadd(6, tile, 64);
-            _tile_loadd(7, tile + kTileNumbers, 64);
+            const bf16 *left = values + (first / kDepth * tiles + tile) * kTileNumbers;
+            _tile_loadd(4, left, 64);
+            _tile_loadd(5, left + kTileNumbers, 64);
+            _tile_loadd(6, b.weights + first * kTile, 64);
+            _tile_loadd(7, b.weights + (kKeys + first) * kTile, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(0, sums, padded_dim * 4);
-        _tile_stored(1, sums + kTile, padded_dim * 4);
-        _tile_stored(2, lower, padded_dim * 4);
-        _tile_stored(3, lower + kTile, padded_dim * 4);
+        _tile_stored(0, upper, kQueries * 4);
+        _tile_stored(1, upper + kTile, kQueries * 4);
+        _tile_stored(2, lower, kQueries * 4);
+        _tile_stored(3, lower + kTile, kQueries * 4);
     }
 }
 
-// 2^x for x <= 0, to 3e-6 of it; below -127 as good as 0; NaN stays.
+// 2^x for x up to 100, to 8e-5 of it, which rounding to bfloat16 exceeds; below -126 as good as 0; NaN stays.
 AMX inline __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);  // the second operand is taken when one is NaN
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 rest = _mm512_sub_ps(x, whole);
-    __m512 p = _mm512_set1_ps(1.3333558146e-3f);
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.6181291076e-3f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.5504108665e-2f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.4022650696e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.9314718056e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, whole);
+    const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: the sum's last bits are x, rounded
+    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);     // the second operand is taken when one is NaN
+    const __m512 shifted = _mm512_add_ps(x, magic);
+    const __m512 rest = _mm512_sub_ps(x, _mm512_sub_ps(shifted, magic));
+    __m512 p = _mm512_set1_ps(5.517166493e-2f);
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.426111219e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.932609862e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.999280736e-1f));
+    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent));
 }
 
-// Scores of `count` more keys to weights, relative to the largest score so far; what was summed up is scaled to it.
-AMX void weigh(Block &b, int64_t count, int padded_dim, float scale) {
-    for (int row = 0; row < kQueries; ++row) {
-        const float *scores = b.scores + row * kKeys;
-        __m512 most = _mm512_loadu_ps(scores);
-        for (int64_t i = kTile; i < count; i += kTile) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
-        const float before = b.largest[row];
-        const float largest = std::max(before, _mm512_reduce_max_ps(most) * scale);
-        const __m512 offset = _mm512_set1_ps(-largest), factor = _mm512_set1_ps(scale);
-        __m512 total = _mm512_setzero_ps();
-        for (int64_t i = 0; i < count; i += kDepth) {
-            const __m512 low = power_of_two(_mm512_fmadd_ps(_mm512_loadu_ps(scores + i), factor, offset));
-            const __m512 high = power_of_two(_mm512_fmadd_ps(_mm512_loadu_ps(scores + i + kTile), factor, offset));
-            total = _mm512_add_ps(total, _mm512_add_ps(low, high));
-            const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
-            memcpy(b.weights + row * kKeys + i, &both, sizeof both);
+// Keeps weights within bounds: `relative_to` follows the largest score, and what was summed up is scaled to it.
+AMX inline void follow_largest(Block &b, const float *scores, int64_t count, int padded_dim, float scale) {
+    for (int half = 0; half < kQueries; half += kTile) {
+        __m512 most = _mm512_load_ps(scores + half), other = _mm512_load_ps(scores + kQueries + half);
+        for (int64_t key = 2; key < count; key += 2) {
+            most = _mm512_max_ps(most, _mm512_load_ps(scores + key * kQueries + half));
+            other = _mm512_max_ps(other, _mm512_load_ps(scores + (key + 1) * kQueries + half));
         }
-        b.largest[row] = largest;
-        if (largest == before) {
-            b.total[row] += _mm512_reduce_add_ps(total);
-            continue;
+        most = _mm512_mul_ps(_mm512_max_ps(most, other), _mm512_set1_ps(scale));
+        const __m512 before = _mm512_load_ps(b.relative_to + half);
+        const __m512 bound = _mm512_add_ps(before, _mm512_set1_ps(kMaxExcess));
+        if (!_mm512_cmp_ps_mask(most, bound, _CMP_GT_OQ)) continue;
+        const __m512 after = _mm512_max_ps(most, before);  // `before` where `most` is NaN
+        const __m512 shrink = power_of_two(_mm512_sub_ps(before, after));
+        _mm512_store_ps(b.relative_to + half, after);
+        _mm512_store_ps(b.total + half, _mm512_mul_ps(_mm512_load_ps(b.total + half), shrink));
+        for (int i = 0; i < padded_dim; ++i) {
+            float *sums = b.sums + i * kQueries + half;
+            _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), shrink));
         }
-        const float shrink = std::exp2(before - largest);
-        b.total[row] = b.total[row] * shrink + _mm512_reduce_add_ps(total);
-        float *sums = b.sums + row * padded_dim;
-        for (int i = 0; i < padded_dim; i += kTile)
-            _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), _mm512_set1_ps(shrink)));
+    }
+}
+
+// Scores of 32 keys to weights, in tiles whose rows are pairs of keys.
+AMX inline void weigh(Block &b, const float *scores, bf16 *weights, float scale) {
+    const __m512i in_pairs = _mm512_load_si512(kInPairs);
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (int half = 0; half < kQueries; half += kTile) {
+        const __m512 relative_to = _mm512_load_ps(b.relative_to + half);
+        __m512 total = _mm512_load_ps(b.total + half);
+        bf16 *tile = weights + half * kKeys;
+#pragma GCC unroll 4
+        for (int key = 0; key < kDepth; key += 2) {
+            const float *pair = scores + key * kQueries + half;
+            const __m512 even = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(pair), factor, relative_to));
+            const __m512 odd = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(pair + kQueries), factor, relative_to));
+            total = _mm512_add_ps(total, _mm512_add_ps(even, odd));
+            const __m512bh both = _mm512_cvtne2ps_pbh(odd, even);
+            _mm512_store_si512(tile + key * kTile, _mm512_permutexvar_epi16(in_pairs, (__m512i)both));
+        }
+        _mm512_store_ps(b.total + half, total);
     }
 }
 
 AMX void store_results(const Segment &s, const Block &b, int64_t first, int64_t rows, int padded_dim) {
-    for (int64_t row = 0; row < rows; ++row) {
-        const __m512 inverse = _mm512_set1_ps(1.0f / b.total[row]);
-        alignas(64) bf16 line[kMaxHeadDim];
-        for (int i = 0; i < padded_dim; i += kTile) {
-            const __m512 values = _mm512_mul_ps(_mm512_loadu_ps(b.sums + row * padded_dim + i), inverse);
-            const __m256bh rounded = _mm512_cvtneps_pbh(values);
-            memcpy(line + i, &rounded, sizeof rounded);
+    for (int half = 0; half < kQueries; half += kTile) {
+        const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(b.total + half));
+        for (int start = 0; start < padded_dim; start += kTile) {
+            __m512i lines[16];
+            for (int i = 0; i < kTile; ++i) {
+                const __m512 sums = _mm512_load_ps(b.sums + (start + i) * kQueries + half);
+                lines[i] = _mm512_castps_si512(_mm512_mul_ps(sums, inverse));
+            }
+            transpose(lines);
+            const __mmask16 mask = lowest(s.head_dim - start);
+            for (int i = 0; i < kTile && half + i < rows; ++i) {
+                const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_castsi512_ps(lines[i]));
+                _mm256_mask_storeu_epi16(s.out + (first + half + i) * s.out_stride + start, mask, (__m256i)rounded);
+            }
         }
-        memcpy(s.out + (first + row) * s.out_stride, line, s.head_dim * sizeof(bf16));
     }
 }
 
-// Queries [first, end) of one head and segment.
+// Queries [first, end) of one head and segment. The scores of the next keys are computed as these keys are weighed: the
+// one is work of the tiles, the other of the vector units.
 AMX void attend_queries(const Segment &s, int64_t first, int64_t end, Block &b, const bf16 *keys, const bf16 *values) {
     const int dim = static_cast<int>(round_up(s.head_dim, kDepth));
     const int64_t padded_keys = round_up(s.length, kDepth);
     for (; first < end; first += kQueries) {
         const int64_t rows = std::min<int64_t>(kQueries, end - first);
-        memset(b.queries, 0, sizeof b.queries);
-        memset(b.sums, 0, sizeof b.sums);
-        for (int64_t row = 0; row < rows; ++row)
-            memcpy(b.queries + row * dim, s.q + (first + row) * s.stride, s.head_dim * sizeof(bf16));
-        std::fill(b.largest, b.largest + kQueries, -INFINITY);
+        pack_queries(s, b.queries, first, rows, dim);
+        memset(b.sums, 0, dim * kQueries * sizeof(float));
+        std::fill(b.relative_to, b.relative_to + kQueries, -INFINITY);
         std::fill(b.total, b.total + kQueries, 0.0f);
+        for (int64_t i = 0; i < std::min<int64_t>(kKeys, padded_keys); i += kDepth)
+            multiply_keys(b.queries, keys + i * dim, dim, b.scores[0] + i * kQueries);
         for (int64_t key = 0; key < padded_keys; key += kKeys) {
             const int64_t count = std::min<int64_t>(kKeys, padded_keys - key);
-            multiply_keys(b, keys + key * dim, count, dim);
-            for (int row = 0; row < kQueries; ++row)
-                for (int64_t i = s.length - key; i < count; ++i) b.scores[row * kKeys + i] = -INFINITY;
-            weigh(b, count, dim, s.scale);
+            float *scores = b.scores[key / kKeys % 2], *next = b.scores[1 - key / kKeys % 2];
+            for (int64_t i = std::max<int64_t>(0, s.length - key); i < count; ++i)
+                std::fill(scores + i * kQueries, scores + (i + 1) * kQueries, -INFINITY);
+            follow_largest(b, scores, count, dim, s.scale);
+            for (int64_t i = 0; i < count; i += kDepth) {
+                if (key + kKeys + i < padded_keys)
+                    multiply_keys(b.queries, keys + (key + kKeys + i) * dim, dim, next + i * kQueries);
+                weigh(b, scores + i * kQueries, b.weights + i * kTile, s.scale);
+            }
             multiply_values(b, values + key * dim, count, dim);
         }
         store_results(s, b, first, rows, dim);

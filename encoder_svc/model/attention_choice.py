@@ -1,7 +1,7 @@
 """Which attention kernel a tower uses: decided once, at start.
 
 On CUDA by what is installed. On a CPU in bfloat16 by a race, since it depends on the processor: with AMX our compiled
-kernel wins where it was built, then torch's own (83, 104 and 143 ms for 6 heads of 4,096 patches on a Xeon core);
+kernel wins where it was built, then torch's own (46, 92 and 173 ms for 6 heads of 4,096 patches on a Xeon core);
 without AMX the tiled one does, up to twofold. Runs at start-up, before anything is served.
 """
 
