@@ -13,7 +13,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 
 from common.errors import CheckpointError
 from encoder_svc.model.attention import AttentionBackend
-from encoder_svc.model.kernels import ACTIVATIONS, Activation, linear_activation, row_tiles
+from encoder_svc.model.kernels import ACTIVATIONS, Activation, Linear, row_tiles
 
 # Fixed in the architecture, absent from the configuration.
 NORM_EPS = 1e-6
@@ -45,14 +45,12 @@ class VisionMLP(nn.Module):
 
     def __init__(self, config: Qwen3VLVisionConfig) -> None:
         super().__init__()
-        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.activation = activation(config.hidden_act)
+        self.linear_fc1 = Linear(config.hidden_size, config.intermediate_size, activation(config.hidden_act))
+        self.linear_fc2 = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[R, C] -> [R, C]."""
-        wide = linear_activation(hidden, self.linear_fc1.weight, self.linear_fc1.bias, self.activation)
-        out: Tensor = self.linear_fc2(wide)
+        out: Tensor = self.linear_fc2(self.linear_fc1(hidden))
         return out
 
 
@@ -63,8 +61,8 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.head_dim = config.hidden_size // config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def empty_qkv(self, hidden: Tensor) -> Tensor:
         """Room for q, k and v of all patches, [P, 3, heads, head_dim].
@@ -131,8 +129,8 @@ class PatchMerger(nn.Module):
         self.joined_size = config.hidden_size * config.spatial_merge_size**2
         self.has_joined_norm = has_joined_norm
         self.norm = nn.LayerNorm(self.joined_size if has_joined_norm else config.hidden_size, eps=NORM_EPS)
-        self.linear_fc1 = nn.Linear(self.joined_size, self.joined_size)
-        self.linear_fc2 = nn.Linear(self.joined_size, config.out_hidden_size)
+        self.linear_fc1 = Linear(self.joined_size, self.joined_size, ACTIVATIONS["gelu"])
+        self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size)
 
     def forward(self, hidden: Tensor, out: Tensor) -> None:
         """[P, C] -> `out` [P / m**2, out_hidden], written; the GELU between the two layers is the exact one."""
@@ -145,6 +143,5 @@ class PatchMerger(nn.Module):
             normed = self.norm(joined)
         else:
             normed = self.norm(joined.view(-1, self.norm.normalized_shape[0])).view_as(joined)
-        wide = linear_activation(normed, self.linear_fc1.weight, self.linear_fc1.bias, ACTIVATIONS["gelu"])
-        merged: Tensor = self.linear_fc2(wide)
+        merged: Tensor = self.linear_fc2(self.linear_fc1(normed))
         return merged

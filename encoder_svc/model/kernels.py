@@ -1,8 +1,8 @@
 """The layers' arithmetic in the form that the device runs fastest, of equal meaning on each.
 
 Owns two things: how many rows go through a chain of layers at once, so that on a CPU what lies between them stays in
-its cache, and the linear layer with its activation in one kernel where oneDNN has it. Knows nothing of the tower.
-Runs in the compute thread.
+its cache, and the linear layer, with its weight laid out for the processor and its activation in the same kernel where
+oneDNN has that. Knows nothing of the tower. Runs in the compute thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # What one core's second-level cache holds at least, on the servers of the last years.
 CACHE_BYTES_PER_THREAD = 1 << 20
@@ -49,22 +49,37 @@ def row_tiles(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[s
         yield slice(start, min(start + step, num_rows))
 
 
-def linear_activation(x: Tensor, weight: Tensor, bias: Tensor, activation: Activation) -> Tensor:
-    """`activation(x @ weight.T + bias)`.
+class Linear(nn.Module):
+    """`activation(x @ weight.T + bias)`, without an activation where none is given.
 
-    x        [N, in]
-    weight   [out, in]
-    bias     [out]
-    returns  [N, out]; the fused kernel rounds once, after the activation, where the two steps round twice
-
-    On one core of a Xeon in bf16, 256 rows of 384 to 1536 take 0.54 ms fused and 1.27 ms apart.
+    After `pack` there is no plain `weight` any more: on a CPU oneDNN lays it out for the processor once, where a plain
+    product does so in every call.
     """
-    if x.device.type == "cpu" and has_fused_linear(x.dtype):
-        fused: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, weight, bias, activation.fused_name, [], activation.fused_algorithm
-        )
+
+    def __init__(self, in_size: int, out_size: int, activation: Activation | None = None) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_size, in_size))
+        self.bias = nn.Parameter(torch.empty(out_size))
+        self._activation = activation
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Lay the weight out for the processor, where oneDNN runs the dtype natively."""
+        if self.weight is not None and self.weight.device.type == "cpu" and has_fused_linear(self.weight.dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().contiguous())
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]; packed, it rounds once, after the activation, where the two steps round twice."""
+        if self._packed is None:
+            assert self.weight is not None, "a layer is packed or it has its weight"
+            out = F.linear(x, self.weight, self.bias)
+            return out if self._activation is None else self._activation.function(out)
+        name, algorithm = "none", ""
+        if self._activation is not None:
+            name, algorithm = self._activation.fused_name, self._activation.fused_algorithm
+        fused: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, name, [], algorithm)
         return fused
-    return activation.function(F.linear(x, weight, bias))
 
 
 def has_fused_linear(dtype: torch.dtype) -> bool:

@@ -15,6 +15,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from common.errors import CheckpointError, InvalidRequest
 from encoder_svc.model.attention import AttentionBackend, SdpaAttention
 from encoder_svc.model.blocks import PatchMerger, VisionBlock
+from encoder_svc.model.kernels import Linear
 from encoder_svc.model.patch_embed import PatchEmbed
 from encoder_svc.model.position import FrameTableCache, Grid
 
@@ -44,6 +45,13 @@ class VisionTower(nn.Module):
             theta=float((config.rope_parameters or {}).get("rope_theta", 10000.0)),
             budget_bytes=FRAME_TABLE_BYTES,
         )
+
+    def pack(self) -> "VisionTower":
+        """Lay the weights out for the processor; the tower. Once, when they are there."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        return self
 
     @property
     def num_levels(self) -> int:

@@ -34,4 +34,4 @@ def load_vision_tower(
     load_weights(tower, role_tensors(checkpoint_dir, "encoder"), destinations, dtype=dtype, device=device)
     if processor is not None:
         tower.patch_embed.fold(processor)
-    return tower.eval()
+    return tower.eval().pack()

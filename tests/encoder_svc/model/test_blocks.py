@@ -9,7 +9,10 @@ from tests.tiny_models import tiny_config
 
 def attention() -> VisionAttention:
     torch.manual_seed(0)
-    return VisionAttention(tiny_config().vision_config).requires_grad_(False)
+    built = VisionAttention(tiny_config().vision_config).requires_grad_(False)
+    for parameter in built.parameters():
+        parameter.normal_(std=0.1)
+    return built
 
 
 def test_q_k_and_v_are_dense_where_gpu_kernels_read_them() -> None:

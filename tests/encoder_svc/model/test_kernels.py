@@ -8,8 +8,8 @@ from encoder_svc.model.kernels import (
     ACTIVATIONS,
     MAX_TILE_ROWS,
     MIN_TILE_ROWS,
+    Linear,
     has_fused_linear,
-    linear_activation,
     row_tiles,
 )
 
@@ -33,15 +33,24 @@ def test_wide_rows_come_in_smaller_tiles_on_a_cpu_and_at_once_on_a_gpu() -> None
     assert list(row_tiles(10_000, 1 << 24, torch.device("cuda"))) == [slice(0, 10_000)]
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", [None, *ACTIVATIONS])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_linear_and_activation_in_one_kernel_equal_the_two_steps(
-    name: str, dtype: torch.dtype, tolerance: float
+@pytest.mark.parametrize("is_packed", [False, True])
+@torch.inference_mode()
+def test_a_linear_layer_means_the_same_packed_or_not(
+    name: str | None, dtype: torch.dtype, tolerance: float, is_packed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((37, 24), (40, 24), (40,)))
-    got = linear_activation(x, weight, bias, ACTIVATIONS[name])
-    expected = ACTIVATIONS[name].function(F.linear(x.float(), weight.float(), bias.float()))
+    layer = Linear(24, 40, ACTIVATIONS[name] if name else None).to(dtype)
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    if is_packed:
+        layer.pack()
+        assert (layer.weight is None) == has_fused_linear(dtype)
+    got = layer(x)
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    if name:
+        expected = ACTIVATIONS[name].function(expected)
     assert got.dtype == dtype
     assert (got.float() - expected).abs().max() <= tolerance * expected.abs().max()
 
