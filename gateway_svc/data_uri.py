@@ -1,8 +1,8 @@
 """Data URIs to bytes, by explicit rules: what is not clearly right is refused, never half decoded.
 
-Base64 may be wrapped in white space and may lack its padding; anything outside of the standard alphabet is refused,
-because a lenient decoder drops such characters and answers with other bytes. The declared media type is ignored: the
-bytes tell what they are. Pure; may run in a thread, and lets other threads run every few milliseconds.
+Base64 may be in either alphabet, the standard or the URL-safe one, wrapped in white space and without its padding;
+anything else is refused, because a lenient decoder drops such characters and answers with other bytes. The declared
+media type is ignored: the bytes tell what they are. Pure; may run in a thread, and lets other threads run every few milliseconds.
 """
 
 import binascii
@@ -14,6 +14,7 @@ from common.errors import InvalidRequest, MediaTooLarge
 _HEAD = re.compile(r"data:([^,]*),", re.IGNORECASE)
 _MAX_HEAD_CHARACTERS = 1024
 _WHITE_SPACE = b" \t\r\n"
+_TO_STANDARD = bytes.maketrans(b"-_", b"+/")  # the URL-safe alphabet's two other digits
 _SLICE_CHARACTERS = 1 << 18
 _FOREIGN = re.compile(rb"[^A-Za-z0-9+/]")
 
@@ -60,7 +61,7 @@ def _decode_base64(uri: str, start: int, max_bytes: int, param: str) -> bytes:
     num_bytes = num_before = 0
     digits = b""
     for begin in range(start, len(uri), _SLICE_CHARACTERS):
-        digits += uri[begin : begin + _SLICE_CHARACTERS].encode("utf-8").translate(None, _WHITE_SPACE)
+        digits += uri[begin : begin + _SLICE_CHARACTERS].encode("utf-8").translate(_TO_STANDARD, _WHITE_SPACE)
         # The last four wait for what may still come: padding belongs to the end alone.
         ready = max(0, (len(digits) - 4) // 4 * 4)
         decoded.append(_decode_digits(digits[:ready], num_before, 0, param))
@@ -92,8 +93,6 @@ def _not_base64(digits: bytes, num_before: int, num_padding: int, param: str) ->
     if foreign is None:
         num_digits = num_before + len(digits)
         reason = f"{num_digits} characters and {num_padding} of padding encode no file: send the whole data"
-    elif foreign[0] in b"-_":
-        reason = "its alphabet is the URL-safe one ('-' and '_'): send the standard one ('+' and '/')"
     else:
         reason = f"character {num_before + foreign.start()} of the data does not belong to its alphabet"
     return InvalidRequest(f"{param} is not valid base64: {reason}", param=param)

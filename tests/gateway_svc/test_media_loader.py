@@ -66,6 +66,8 @@ async def load(media: MediaLoader, *references: MediaReference, **fields: Any) -
         f"data:;base64,{BASE64}",
         f"data:image/jpeg;charset=utf-8;base64,{BASE64}",
         f"data:image/png;base64,{BASE64.rstrip('=')}",
+        f"data:image/png;base64,{BASE64.replace('+', '-').replace('/', '_')}",
+        f"data:image/png;base64,{BASE64.replace('/', '_').rstrip('=')}",
         "data:image/png;base64," + "\r\n".join(BASE64[i : i + 76] for i in range(0, len(BASE64), 76)),
         f"data:image/png;base64,{BASE64.replace('+', '%2B').replace('/', '%2F')}",
         "data:application/octet-stream," + "".join(f"%{byte:02x}" for byte in DATA),
@@ -81,8 +83,6 @@ def test_valid_data_uris_give_their_bytes(uri: str) -> None:
     [
         ("data:image/png;base64,", "without data"),
         ("data:image/png;base64" + BASE64[:8], "without a comma"),
-        ("data:image/png;base64,AAA-", "URL-safe"),
-        ("data:image/png;base64,AA_A", "URL-safe"),
         ("data:image/png;base64,AAAAA", "5 characters"),
         ("data:image/png;base64,AAAA=", "1 of padding"),
         ("data:image/png;base64,AA=A", "character 2"),
@@ -105,9 +105,11 @@ def test_data_beyond_the_limit_is_refused(uri: str) -> None:
         decode_data_uri(uri, 255, "x")
 
 
-@given(st.binary(max_size=60), st.integers(1, 9), st.integers(0, 3), st.booleans())
-def test_slices_decode_to_what_the_whole_decodes_to(data: bytes, size: int, every: int, is_padded: bool) -> None:
-    digits = base64.b64encode(data).decode()
+@given(st.binary(max_size=60), st.integers(1, 9), st.integers(0, 3), st.booleans(), st.booleans())
+def test_slices_decode_to_what_the_whole_decodes_to(
+    data: bytes, size: int, every: int, is_padded: bool, is_url_safe: bool
+) -> None:
+    digits = (base64.urlsafe_b64encode if is_url_safe else base64.b64encode)(data).decode()
     if not is_padded:
         digits = digits.rstrip("=")
     if every:
@@ -128,7 +130,7 @@ def test_slices_refuse_what_the_whole_refuses(digits: str, size: int) -> None:
             except InvalidRequest:
                 return "refused"
 
-    plain = "".join(digits.split())
+    plain = "".join(digits.split()).replace("-", "+")
     missing = -len(plain.rstrip("=")) % 4
     is_valid = set(plain.rstrip("=")) <= set("AB+/") and len(plain) - len(plain.rstrip("=")) in (0, missing)
     expected = base64.b64decode(plain.rstrip("=") + "=" * missing) if is_valid and missing < 3 and plain else b""
