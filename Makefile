@@ -40,7 +40,7 @@ bench-structured: $(VENV)/.ready
 bench-interference: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.bench_interference $(if $(URL),--url $(URL))
 
-# Every route against thousands of requests that its documentation describes; takes hours.
+# Every route against thousands of requests that its documentation describes; takes about twenty minutes.
 fuzz: $(VENV)/.ready
 	TANDEM_FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),5000) $(BIN)/python -m pytest --timeout 0 tests/gateway_svc/test_fuzz.py
 

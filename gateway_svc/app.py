@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from gateway_svc.api import ERROR_RESPONSES, Api, DocumentedApp, HttpLimits, documented, json_response
 from gateway_svc.backend import Backend
@@ -142,13 +142,13 @@ def _add_probe_routes(app: FastAPI, backend: Backend, registry: CollectorRegistr
         """The process answers."""
         return json_response({"status": "ok"})
 
-    @app.get("/ready", tags=["operation"], response_model=None)
+    @app.get("/ready", tags=["operation"], response_model=None, responses={503: {"description": "Not now."}})
     async def ready() -> Response:
         """Whether requests are welcome: 503 until a decoder is ready. Encoders are reported, not required."""
         is_ready = backend.is_ready()
         return json_response({"ready": is_ready, **backend.status()}, status_code=200 if is_ready else 503)
 
-    @app.get("/metrics", tags=["operation"], response_model=None)
+    @app.get("/metrics", tags=["operation"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

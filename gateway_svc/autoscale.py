@@ -14,7 +14,7 @@ from starlette.responses import Response
 from common.autoscale import DecoderLoad, Share, TierName, decoder_share, encoder_share, needed
 from common.autoscale_shares import Collected, OwnShare, ShareCollector
 from common.metrics import Gauge
-from gateway_svc.api import json_response
+from gateway_svc.api import ERROR_RESPONSES, json_response
 from gateway_svc.decoder_pool import DecoderPool
 from gateway_svc.encoder_pool import EncoderPool
 
@@ -107,7 +107,7 @@ class Autoscale:
 def add_autoscale_route(app: FastAPI, autoscale: Autoscale, gateways: ShareCollector | None) -> None:
     """`/autoscale/v1/{tier}`: for KEDA's metrics-api, for `tandem autoscaler`, and for people."""
 
-    @app.get("/autoscale/v1/{tier}", tags=["operation"], response_model=None)
+    @app.get("/autoscale/v1/{tier}", tags=["operation"], response_model=None, responses=ERROR_RESPONSES)
     async def show_autoscale(tier: TierName, scope: Literal["all", "self"] = "all") -> Response:
         """The work of a tier in replicas, of all gateways together or of this one."""
         own = autoscale.own(tier)

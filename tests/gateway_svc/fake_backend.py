@@ -178,6 +178,24 @@ class FakeBackend:
         )
 
 
+class VectorBackend(FakeBackend):
+    """Answers with a vector of length 1 that begins with the prompt's size."""
+
+    def _events(self, request: GenerateRequest) -> list[SequenceTokens]:
+        size = float(len(request.prompt_token_ids))
+        return [
+            SequenceTokens(
+                request_id=request.request_id,
+                attempt=0,
+                choice=0,
+                offset=0,
+                tokens=[],
+                finish_reason="stop",
+                embedding=[size, 3.0, 4.0, 0.5],
+            )
+        ]
+
+
 # TLS settings take long to load, and most tests fetch nothing.
 _SHARED_FETCHER = MediaFetcher(FetchLimits())
 

@@ -8,29 +8,10 @@ import httpx
 import numpy as np
 import pytest
 
-from common.messages import GenerateRequest, SequenceTokens
-from tests.gateway_svc.fake_backend import MODEL, TOKENIZER, FakeBackend, Harness, harness
+from tests.gateway_svc.fake_backend import MODEL, TOKENIZER, Harness, VectorBackend, harness
 from tests.media_samples import png
 
 PICTURE = "data:image/png;base64," + base64.b64encode(png(64, 64)).decode()
-
-
-class VectorBackend(FakeBackend):
-    """Answers with a vector of length 1 that begins with the prompt's size."""
-
-    def _events(self, request: GenerateRequest) -> list[SequenceTokens]:
-        size = float(len(request.prompt_token_ids))
-        return [
-            SequenceTokens(
-                request_id=request.request_id,
-                attempt=0,
-                choice=0,
-                offset=0,
-                tokens=[],
-                finish_reason="stop",
-                embedding=[size, 3.0, 4.0, 0.5],
-            )
-        ]
 
 
 def setup_of() -> Harness:
