@@ -34,6 +34,7 @@ from gateway_svc.fleet import Fleet
 from gateway_svc.media_fetch import FetchLimits, MediaFetcher
 from gateway_svc.media_folder import MediaFolder
 from gateway_svc.media_loader import MediaLimits, MediaLoader
+from gateway_svc.media_store import MediaStore
 from gateway_svc.middleware import Access
 from gateway_svc.prompt import PromptBuilder
 from gateway_svc.sampling import SamplingDefaults
@@ -73,8 +74,8 @@ async def serve(settings: GatewaySettings) -> None:
             total_s=settings.media_timeout_s,
             private_hosts=frozenset(settings.allow_private_media_hosts),
             domains=frozenset(domain.lower() for domain in settings.allowed_media_domains),
-            max_held_bytes=settings.max_inflight_media_bytes,
-        )
+        ),
+        store=_media_store(settings),
     )
     app = await asyncio.to_thread(_create_app, settings, checkpoint_dir, processor, fleet, fetcher)
     gateways = ShareCollector(member_source(settings.gateways, GATEWAYS, kubernetes)) if settings.gateways else None
@@ -140,6 +141,15 @@ def access_of(settings: GatewaySettings, drain: Drain) -> Access:
         origins=settings.cors_origins,
         is_logged=settings.access_log,
         drain=drain,
+    )
+
+
+def _media_store(settings: GatewaySettings) -> MediaStore:
+    folder = settings.media_spool_dir
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--media-spool-dir {folder} is not a folder")
+    return MediaStore(
+        max_bytes=settings.max_inflight_media_bytes, max_memory_bytes=settings.max_media_memory_bytes, folder=folder
     )
 
 

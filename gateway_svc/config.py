@@ -117,7 +117,13 @@ class GatewaySettings(CommonSettings):
     """Folder that file: URLs may lead into, and nowhere else; without it they are refused."""
 
     max_inflight_media_bytes: int = 1 << 30
-    """Bytes of fetched media that running requests hold, above which fetches are refused as overloaded."""
+    """Bytes of media that running requests hold, in memory and in files, above which more are refused as overloaded."""
+
+    max_media_memory_bytes: int = 256 << 20
+    """Bytes of media that running requests hold in memory, above which they are written to files until needed."""
+
+    media_spool_dir: Path | None = None
+    """Folder of these files, which have no names there; by default the system's for temporary files."""
 
     max_known_urls: int = 10_000
     """Media URLs whose file is remembered by its key while its host vouches for it (ETag, max-age); 0 is none."""

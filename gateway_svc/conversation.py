@@ -108,9 +108,9 @@ def _part(part: TextPart | ImagePart | VideoPart, param: str, references: list[M
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
-        references.append(MediaReference(part.image_url.url, "image", param))
+        references.append(MediaReference(part.image_url.take(), "image", param))
         return {"type": "image"}
-    references.append(MediaReference(part.video_url.url, "video", param))
+    references.append(MediaReference(part.video_url.take(), "video", param))
     return {"type": "video"}
 
 

@@ -2,7 +2,8 @@
 
 Base64 may be in either alphabet, the standard or the URL-safe one, wrapped in white space and without its padding;
 anything else is refused, because a lenient decoder drops such characters and answers with other bytes. The declared
-media type is ignored: the bytes tell what they are. Pure; may run in a thread, and lets other threads run every few milliseconds.
+media type is ignored: the bytes tell what they are. Pure; may run in a thread, and lets other threads run every few
+milliseconds.
 """
 
 import binascii

@@ -68,6 +68,18 @@ class EncoderPeer:
         return max(report.queue_s, self.num_own_patches / (report.patches_per_s or DEFAULT_PATCHES_PER_S))
 
 
+class Outgoing:
+    """Bytes that are let go of when they are sent: their answer may take long."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def take(self) -> bytes:
+        """The bytes, once."""
+        data, self._data = self._data, b""
+        return data
+
+
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     """A call that waits for its answer. A request that moved to another decoder may ask for one item twice."""
@@ -147,7 +159,7 @@ class EncoderPool:
         now = time.monotonic()
         return {name: peer for name, peer in found.items() if self._ejection.allows(name, now)} or found
 
-    async def call(self, peer: EncoderPeer, request: Call, source: bytes, timeout_s: float) -> Reply:
+    async def call(self, peer: EncoderPeer, request: Call, source: Outgoing, timeout_s: float) -> Reply:
         """Ask one encoder and wait. Raises its error, EncoderUnavailable when it is lost, or TimeoutError."""
         name = peer.control.peer.instance_id if peer.control.peer is not None else ""
         num_patches = math.prod(request.expected_grid) if isinstance(request, EncodeRequest) else 0
@@ -167,11 +179,11 @@ class EncoderPool:
         self._ejection.record_success(name)
         return reply
 
-    async def _call(self, peer: EncoderPeer, request: Call, source: bytes, timeout_s: float) -> Reply:
+    async def _call(self, peer: EncoderPeer, request: Call, source: Outgoing, timeout_s: float) -> Reply:
         call = _Waiting(peer.data, request.request_id, request.key, asyncio.get_running_loop().create_future())
         self._calls.add(call)
         try:
-            peer.data.send(request, source)
+            peer.data.send(request, source.take())
             async with asyncio.timeout(timeout_s):
                 reply = await call.reply
         except PeerUnreachable as exc:

@@ -35,7 +35,7 @@ from gateway_svc.autoscale import DEFAULT_ENCODER_RATE, Autoscale
 from gateway_svc.backend import GenerationEvent, MediaOutcome
 from gateway_svc.decoder_pool import DecoderPool
 from gateway_svc.drain import Drain
-from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
+from gateway_svc.encoder_pool import EncoderPeer, EncoderPool, Outgoing
 from gateway_svc.generation import DECODER_WAIT_S, Generation, first_error
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_resolver import ENCODER_WAIT_S, MediaResolver, wait_for_change
@@ -187,7 +187,7 @@ class Fleet:
     ) -> VideoFacts:
         time_left_s = min(PROBE_TIMEOUT_S, max(0.0, deadline - time.monotonic()))
         request = ProbeRequest(request_id=uuid.uuid4().hex, key=key, options=options, time_left_s=time_left_s)
-        reply = await self.encoders.call(peer, request, source, time_left_s + 1.0)
+        reply = await self.encoders.call(peer, request, Outgoing(source), time_left_s + 1.0)
         if not isinstance(reply, ProbeReply) or reply.facts is None or not self._is_consistent(reply.facts):
             raise ProtocolError("an encoder answered a probe with neither an error nor facts that can be true")
         return reply.facts

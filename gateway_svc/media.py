@@ -4,8 +4,8 @@ Pure data, shared by the loader (which makes them), the prompt builder (which ne
 needs keys and source bytes). Knows nothing of HTTP, prompts or sockets.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.errors import TandemError
 from common.messages import Grid, MediaOptions, Modality, VideoFacts
@@ -20,26 +20,34 @@ class MediaReference:
     param: str
 
 
+class MediaSource(Protocol):
+    """The source bytes of an item, wherever they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How many were loaded; 0 for a file that was recognized without a download."""
+        ...
+
+    async def load(self) -> None:
+        """Have them here, which may take a download. Raises TandemError."""
+        ...
+
+    async def read(self) -> bytes:
+        """All of them. Raises TandemError."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedMedia:
-    """A media item with its source bytes and everything that the prompt and the encoders need to know of it.
-
-    An item that was known by its URL has no bytes until someone reads them. `holder` keeps the bytes counted.
-    """
+    """A media item with its source and everything that the prompt and the encoders need to know of it."""
 
     key: str
     modality: Modality
     options: MediaOptions
     grid: Grid
-    source: bytes = field(repr=False)
+    source: MediaSource = field(repr=False, compare=False)
     param: str
     facts: VideoFacts | None = None
-    fetch_source: Callable[[], Awaitable[bytes]] | None = field(default=None, repr=False, compare=False)
-    holder: object = field(default=None, repr=False, compare=False)
-
-    async def read_source(self) -> bytes:
-        """The source bytes, fetched now if they were not needed before. Raises TandemError."""
-        return self.source if self.fetch_source is None else await self.fetch_source()
 
 
 def naming(error: TandemError, param: str) -> TandemError:

@@ -19,8 +19,9 @@ from typing import Any
 import httpx
 
 from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge, Overloaded, TandemError
-from gateway_svc.byte_budget import ByteBudget, Holder
+from gateway_svc.byte_budget import Holder
 from gateway_svc.media import naming
+from gateway_svc.media_store import HeldSource, MediaStore
 from gateway_svc.single_flight import SingleFlight
 from gateway_svc.url_cache import Freshness, freshness_of
 
@@ -43,7 +44,6 @@ class FetchLimits:
     max_concurrent: int = 64
     private_hosts: frozenset[str] = frozenset()
     domains: frozenset[str] = frozenset()
-    max_held_bytes: int = 1 << 30
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -105,24 +105,25 @@ async def _acquired(slots: asyncio.Semaphore, wait_s: float, message: str) -> No
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a host answered. Without `data` the file is still what its ETag says."""
+    """What a host answered. Without a `source` the file is still what its ETag says."""
 
-    data: bytes | None
+    source: HeldSource | None
     freshness: Freshness
-    holder: Holder
 
 
 class MediaFetcher:
     """Fetches media URLs. One instance for the gateway; `aclose` when it ends."""
 
-    def __init__(self, limits: FetchLimits, *, resolver: Resolver | None = None) -> None:
-        """`resolver` instead of the system's."""
+    def __init__(
+        self, limits: FetchLimits, *, store: MediaStore | None = None, resolver: Resolver | None = None
+    ) -> None:
+        """`store` keeps what is fetched; `resolver` instead of the system's."""
         self._limits = limits
         self._lookup = NameLookup()
         self._resolver = resolver or self._lookup
         self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._flights: SingleFlight[Fetched] = SingleFlight()
-        self.budget = ByteBudget(limits.max_held_bytes)
+        self.store = store or MediaStore()
         self._client = httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
@@ -177,13 +178,13 @@ class MediaFetcher:
             try:
                 async with self._connect(url, etag) as response:
                     if response.status_code == 304 and etag is not None:
-                        return Fetched(None, freshness_of(response.headers), self.budget.hold())
+                        return Fetched(None, freshness_of(response.headers))
                     if response.status_code not in _REDIRECTS:
-                        holder = self.budget.hold()
+                        holder = self.store.budget.hold()
                         data = await _read(response, max_bytes, holder)
                         # Where a redirect leads may change sooner than the file there.
                         freshness = Freshness() if hop else freshness_of(response.headers)
-                        return Fetched(data, freshness, holder)
+                        return Fetched(self.store.hold(data, holder), freshness)
                     url = _redirect_target(url, response)
                     self._check_domain(url)
             except (httpx.TransportError, httpx.StreamError, httpx.InvalidURL) as exc:

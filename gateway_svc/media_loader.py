@@ -8,7 +8,7 @@ items leave the event loop. No pixel is decoded here, and nothing is known of pr
 import asyncio
 import hashlib
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import InvalidRequest, MediaTooLarge, Overloaded, TandemError
@@ -21,8 +21,9 @@ from common.vision_grid import image_grid
 from gateway_svc.backend import Backend
 from gateway_svc.data_uri import decode_data_uri
 from gateway_svc.media import LoadedMedia, MediaReference, naming
-from gateway_svc.media_fetch import Fetched, MediaFetcher
+from gateway_svc.media_fetch import MediaFetcher
 from gateway_svc.media_folder import MediaFolder
+from gateway_svc.media_store import HeldSource
 from gateway_svc.url_cache import KnownMedia, UrlCache
 
 URL_LOOKUPS = Counter("tandem_gateway_media_urls_total", "Media URLs by whether the file was known", ["outcome"])
@@ -78,6 +79,27 @@ class _Context:
     totals: _Totals
 
 
+class _LateSource:
+    """Bytes of an item that was known by its URL: downloaded, once, if an encoder needs them."""
+
+    def __init__(self, download: Callable[[], Awaitable[HeldSource]]) -> None:
+        self._download = download
+        self._held: HeldSource | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._held is None else self._held.num_bytes
+
+    async def load(self) -> None:
+        if self._held is None:
+            self._held = await self._download()
+
+    async def read(self) -> bytes:
+        await self.load()
+        assert self._held is not None
+        return await self._held.read()
+
+
 class MediaLoader:
     """Turns references into loaded media. One instance for the gateway."""
 
@@ -95,6 +117,7 @@ class MediaLoader:
         self._fetcher = fetcher
         self._limits = limits
         self._folder = folder
+        self._store = fetcher.store
         self._known = UrlCache(limits.max_known_urls)
 
     def check_counts(self, references: Sequence[MediaReference]) -> None:
@@ -137,14 +160,17 @@ class MediaLoader:
         scheme, _, _ = reference.url[:5].lower().partition(":")
         limit = self._limits.max_item_bytes
         if scheme == "file" and self._folder is not None:
-            source = await asyncio.to_thread(self._folder.read, reference.url, limit, reference.param)
+            data = await asyncio.to_thread(self._folder.read, reference.url, limit, reference.param)
         elif scheme != "data":
             return await self._load_url(reference, context)
         elif len(reference.url) < _INLINE_BYTES:
-            source = decode_data_uri(reference.url, limit, reference.param)
+            data = decode_data_uri(reference.url, limit, reference.param)
         else:
-            source = await asyncio.to_thread(decode_data_uri, reference.url, limit, reference.param)
-        key, grid, facts = await self._identify(reference, source, context)
+            data = await asyncio.to_thread(decode_data_uri, reference.url, limit, reference.param)
+        source = self._store.hold(data)
+        key, grid, facts = await self._identify(reference, data, context)
+        del data  # it may be moved to a file
+        await self._store.settle(source)
         return LoadedMedia(key, reference.modality, context.options, grid, source, reference.param, facts)
 
     async def _load_url(self, reference: MediaReference, context: _Context) -> LoadedMedia:
@@ -157,7 +183,7 @@ class MediaLoader:
             return self._known_media(reference, context, known)
         etag = None if known is None else known.etag
         fetched = await self._fetcher.fetch(reference.url, self._limits.max_item_bytes, reference.param, etag=etag)
-        if fetched.data is None:
+        if fetched.source is None:
             assert known is not None
             URL_LOOKUPS.labels("confirmed").inc()
             self._known.put(
@@ -165,38 +191,22 @@ class MediaLoader:
             )
             return self._known_media(reference, context, known)
         URL_LOOKUPS.labels("downloaded").inc()
-        key, grid, facts = await self._identify(reference, fetched.data, context)
+        key, grid, facts = await self._identify(reference, await fetched.source.read(), context)
         self._known.put(entry, key, grid, facts, fetched.freshness, time.monotonic())
-        options = context.options
-        return LoadedMedia(
-            key, reference.modality, options, grid, fetched.data, reference.param, facts, holder=fetched.holder
-        )
+        await self._store.settle(fetched.source)
+        return LoadedMedia(key, reference.modality, context.options, grid, fetched.source, reference.param, facts)
 
     def _known_media(self, reference: MediaReference, context: _Context, known: KnownMedia) -> LoadedMedia:
-        """An item without bytes, which are downloaded, once, if an encoder needs them."""
-        downloads: list[Fetched] = []
-
-        async def fetch_source() -> bytes:
-            if not downloads:
-                downloads.append(await self._download_again(reference, context, known))
-            return downloads[0].data or b""
-
+        source = _LateSource(lambda: self._download_again(reference, context, known))
         return LoadedMedia(
-            known.key,
-            reference.modality,
-            context.options,
-            known.grid,
-            b"",
-            reference.param,
-            known.facts,
-            fetch_source=fetch_source,
+            known.key, reference.modality, context.options, known.grid, source, reference.param, known.facts
         )
 
-    async def _download_again(self, reference: MediaReference, context: _Context, known: KnownMedia) -> Fetched:
+    async def _download_again(self, reference: MediaReference, context: _Context, known: KnownMedia) -> HeldSource:
         """The bytes of a file that was known. Raises Overloaded when its host now has another."""
         fetched = await self._fetcher.fetch(reference.url, self._limits.max_item_bytes, reference.param)
-        assert fetched.data is not None
-        key, _, _ = await self._identify(reference, fetched.data, context, known.facts)
+        assert fetched.source is not None
+        key, _, _ = await self._identify(reference, await fetched.source.read(), context, known.facts)
         if key != known.key:
             self._known.forget(_entry(reference, context))
             raise Overloaded(
@@ -204,7 +214,8 @@ class MediaLoader:
                 param=reference.param,
                 retry_after_s=1.0,
             )
-        return fetched
+        await self._store.settle(fetched.source)
+        return fetched.source
 
     async def _identify(
         self, reference: MediaReference, source: bytes, context: _Context, facts: VideoFacts | None = None

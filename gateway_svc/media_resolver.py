@@ -17,7 +17,7 @@ from common.errors import EncoderUnavailable, TandemError, error_info
 from common.messages import EncodeReply, EncodeRequest
 from common.metrics import SECONDS_BUCKETS, Counter, Histogram
 from common.vision_grid import num_patches
-from gateway_svc.encoder_pool import EncoderPeer, EncoderPool
+from gateway_svc.encoder_pool import EncoderPeer, EncoderPool, Outgoing
 from gateway_svc.media import LoadedMedia, naming
 from gateway_svc.routing import owner_bounded_by_load, rendezvous_order
 
@@ -98,13 +98,14 @@ class MediaResolver:
     async def _encode(self, item: LoadedMedia) -> None:
         error: TandemError = EncoderUnavailable(f"decoders could not fetch this {item.modality} from any encoder")
         num_lost = 0
-        source = await item.read_source()
+        await item.source.load()
         # What Redis or an encoder has and could not give is encoded again.
         take_over = bool(self._failed.get(item.key))
         while self._num_tries.get(item.key, 0) < MAX_TRIES:
             self._num_tries[item.key] = self._num_tries.get(item.key, 0) + 1
             claimed_by = self._in_work.pop(item.key, None)
             instance_id, peer = await self._next_encoder(item, claimed_by)
+            source = Outgoing(await item.source.read())
             began = time.monotonic()
             try:
                 reply = await self._ask(peer, item, source, take_over=take_over)
@@ -138,7 +139,7 @@ class MediaResolver:
         is_ready = instance_id in self._encoders.ready(self._fingerprint)
         return is_ready and instance_id not in self._failed.get(item.key, ())
 
-    async def _ask(self, peer: EncoderPeer, item: LoadedMedia, source: bytes, *, take_over: bool) -> EncodeReply:
+    async def _ask(self, peer: EncoderPeer, item: LoadedMedia, source: Outgoing, *, take_over: bool) -> EncodeReply:
         assert self._fingerprint is not None
         time_left_s = min(TRY_TIMEOUT_S, max(0.0, self._deadline - time.monotonic()))
         request = EncodeRequest(

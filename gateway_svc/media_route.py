@@ -94,8 +94,8 @@ async def _warm(service: TextService, body: WarmRequest) -> list[dict[str, Any]]
 
 def _reference(part: ImagePart | VideoPart, index: int) -> MediaReference:
     if isinstance(part, ImagePart):
-        return MediaReference(part.image_url.url, "image", f"media[{index}]")
-    return MediaReference(part.video_url.url, "video", f"media[{index}]")
+        return MediaReference(part.image_url.take(), "image", f"media[{index}]")
+    return MediaReference(part.video_url.take(), "video", f"media[{index}]")
 
 
 def _item(service: TextService, item: LoadedMedia, outcome: str) -> dict[str, Any]:

@@ -34,6 +34,11 @@ class MediaUrl(StrictModel):
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
 
+    def take(self) -> str:
+        """The URL, once: a data URI is not to be held for as long as the answer takes."""
+        url, self.url = self.url, ""
+        return url
+
 
 UrlObject = Annotated[MediaUrl, BeforeValidator(_url_object, json_schema_input_type=str | MediaUrl)]
 

@@ -280,7 +280,7 @@ class TextRun:
             prompt_tokens=counts.prompt_tokens,
             completion_tokens=counts.completion_tokens,
             cached_tokens=counts.cached_tokens,
-            media_bytes=sum(len(item.source) for item in self._media),
+            media_bytes=sum(item.source.num_bytes for item in self._media),
             media=[f"{modality}:{media_outcome or 'unknown'}" for modality, media_outcome, _ in outcomes],
             ttft_s=ttft,
             total_s=round(now - self._started, 4),

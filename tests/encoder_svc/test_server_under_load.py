@@ -21,6 +21,7 @@ from encoder_svc.runner import TowerItem
 from gateway_svc.encoder_pool import EncoderPool
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_resolver import MediaResolver
+from gateway_svc.media_store import MediaStore
 from gateway_svc.routing import rendezvous_order
 from tests.common.sockets import background, eventually, hello, zmq_context
 from tests.encoder_svc.embeddings import key
@@ -126,7 +127,7 @@ async def test_one_picture_for_64_requests_of_two_gateways_and_two_encoders_is_e
         modality="image",
         options=MediaOptions(),
         grid=GRID,
-        source=PICTURE,
+        source=MediaStore().hold(PICTURE),
         param="messages[0].content[0]",
     )
     a, b = (dataclasses.replace(loaded, hello=msgspec.structs.replace(loaded.hello, instance_id=n)) for n in "ab")

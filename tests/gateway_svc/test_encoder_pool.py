@@ -13,7 +13,7 @@ from common.errors import EncoderUnavailable, ModelFailure, Overloaded, Protocol
 from common.messages import Cancel, EncodeReply, EncodeRequest, ProbeReply, Refused, Release
 from common.wire import error_detail
 from gateway_svc.ejection import MAX_FAILURES
-from gateway_svc.encoder_pool import DEFAULT_PATCHES_PER_S, EncoderPool
+from gateway_svc.encoder_pool import DEFAULT_PATCHES_PER_S, EncoderPool, Outgoing
 from tests.common.sockets import background, eventually, zmq_context
 from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder, fake_encoders, held, pool_of
 
@@ -39,7 +39,7 @@ def request(key: int = 1, request_id: str = "r1") -> EncodeRequest:
 
 def call(pool: EncoderPool, encoder: FakeEncoder, asked: EncodeRequest, timeout_s: float = 20.0) -> Any:
     peer = pool.ready()[encoder.hello.instance_id]
-    return asyncio.create_task(pool.call(peer, asked, b"source", timeout_s))
+    return asyncio.create_task(pool.call(peer, asked, Outgoing(b"source"), timeout_s))
 
 
 async def test_a_call_brings_the_source_and_gets_its_answer() -> None:
@@ -48,6 +48,18 @@ async def test_a_call_brings_the_source_and_gets_its_answer() -> None:
         assert isinstance(reply, EncodeReply)
         assert (encoder.requests, encoder.sources) == ([request()], [b"source"])
         assert encoder.controls == []
+
+
+async def test_the_source_is_let_go_of_when_it_is_sent_and_not_when_it_is_answered() -> None:
+    async with running() as (pool, [encoder]):
+        encoder.is_deaf = True
+        source = Outgoing(b"source")
+        waiting = asyncio.create_task(pool.call(pool.ready()[encoder.hello.instance_id], request(), source, 20.0))
+        await eventually(lambda: encoder.sources == [b"source"])
+        assert not waiting.done()
+        assert source.take() == b""
+        encoder.reply(0)
+        await waiting
 
 
 async def test_the_encoder_s_error_is_raised_as_ours() -> None:

@@ -35,6 +35,7 @@ from common.messages import (
 from common.wire import error_detail
 from gateway_svc.backend import MediaReport
 from gateway_svc.media import LoadedMedia
+from gateway_svc.media_store import MediaStore
 from tests.gateway_svc.fake_services import FINGERPRINT, FakeFleet, fake_fleet
 
 KEYS = [f"{number:064x}" for number in range(4)]
@@ -63,7 +64,9 @@ def request_of(num_media: Iterable[int] = (), *, n: int = 1, max_tokens: int = 8
 
 def loaded(request: GenerateRequest) -> list[LoadedMedia]:
     return [
-        LoadedMedia(item.key, "image", MediaOptions(), item.grid, b"source", f"messages[0].content[{index}]")
+        LoadedMedia(
+            item.key, "image", MediaOptions(), item.grid, MediaStore().hold(b"source"), f"messages[0].content[{index}]"
+        )
         for index, item in enumerate(request.media)
     ]
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest, MediaFetchFailed, MediaTooLarge, Overloaded
-from gateway_svc.media_fetch import Address, FetchLimits, MediaFetcher, NameLookup, is_public, parse_media_url
+from gateway_svc.media_fetch import Address, Fetched, FetchLimits, MediaFetcher, NameLookup, is_public, parse_media_url
+from gateway_svc.media_store import MediaStore
 from tests.common.sockets import eventually
 from tests.gateway_svc.fake_backend import harness
 from tests.gateway_svc.media_host import BODY, media_host
@@ -23,10 +24,15 @@ PARAM = "messages[0].content[0]"
 OPEN = FetchLimits(total_s=0.5, private_hosts=frozenset({"*"}))
 
 
+async def bytes_of(fetched: Fetched) -> bytes:
+    assert fetched.source is not None
+    return await fetched.source.read()
+
+
 async def fetch(url: str, max_bytes: int = 1 << 20, limits: FetchLimits = OPEN, **fields: Any) -> bytes:
     fetcher = MediaFetcher(limits, **fields)
     try:
-        return (await fetcher.fetch(url, max_bytes, "messages[0].content[0]")).data or b""
+        return await bytes_of(await fetcher.fetch(url, max_bytes, "messages[0].content[0]"))
     finally:
         await fetcher.aclose()
 
@@ -228,8 +234,8 @@ async def test_fetches_of_all_requests_together_are_bounded() -> None:
         assert not late.done()
         results = await asyncio.gather(*slow, late, return_exceptions=True)
         assert [type(result) for result in results[:2]] == [MediaFetchFailed] * 2
-        assert isinstance(results[2], Overloaded) or results[2].data == BODY
-        assert (await fetcher.fetch(host.url("/ok"), 1 << 20, PARAM)).data == BODY
+        assert isinstance(results[2], Overloaded) or await bytes_of(results[2]) == BODY
+        assert await bytes_of(await fetcher.fetch(host.url("/ok"), 1 << 20, PARAM)) == BODY
         await fetcher.aclose()
 
 
@@ -306,13 +312,14 @@ async def test_a_redirect_to_a_domain_that_is_not_listed_is_refused() -> None:
 
 async def test_bytes_of_all_fetches_are_bounded_and_given_back_when_nobody_holds_them() -> None:
     async with media_host() as host:
-        fetcher = MediaFetcher(FetchLimits(private_hosts=frozenset({"*"}), max_held_bytes=len(BODY) + 1))
+        store = MediaStore(max_bytes=len(BODY) + 1)
+        fetcher = MediaFetcher(FetchLimits(private_hosts=frozenset({"*"})), store=store)
         held = await fetcher.fetch(host.url("/ok"), 1 << 20, PARAM)
-        assert fetcher.budget.num_bytes == len(BODY)
+        assert store.budget.num_bytes == len(BODY)
         with pytest.raises(Overloaded, match="media of all requests"):
             await fetcher.fetch(host.url("/ok?again"), 1 << 20, PARAM)
         del held
         gc.collect()
-        assert fetcher.budget.num_bytes == 0
+        assert store.budget.num_bytes == 0
         await fetcher.fetch(host.url("/ok?again"), 1 << 20, PARAM)
         await fetcher.aclose()

@@ -26,6 +26,7 @@ from common.messages import Cancel, MediaOptions, Release
 from gateway_svc import media_resolver
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_resolver import MAX_LOST, MAX_TRIES, MediaResolver
+from gateway_svc.media_store import MediaStore
 from gateway_svc.routing import rendezvous_order
 from tests.common.sockets import background, eventually, zmq_context
 from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder, fake_encoders, pool_of
@@ -73,7 +74,7 @@ def item(number: int) -> LoadedMedia:
         modality="image",
         options=MediaOptions(),
         grid=(1, 4, 4),
-        source=f"source {number}".encode(),
+        source=MediaStore().hold(f"source {number}".encode()),
         param=f"messages[0].content[{number}]",
     )
 

@@ -16,12 +16,14 @@ from common.vision_grid import group_timestamps
 from gateway_svc.chat_template import ChatTemplate, Conversation
 from gateway_svc.conversation import conversation_of
 from gateway_svc.media import LoadedMedia
+from gateway_svc.media_store import MediaStore
 from gateway_svc.openai_schema import ChatCompletionRequest
 from gateway_svc.prompt import PromptBuilder
 from tests.paths import DEMO_MODEL, SHARED, needs_shared
 from tests.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, media_token_ids, tiny_tokenizer
 
 LONG = 1 << 20
+NO_BYTES = MediaStore().hold(b"")
 REFERENCE = tiny_tokenizer()
 TOKENS = media_token_ids(REFERENCE)
 SPECIAL_IDS = {REFERENCE.token_to_id(text) for text in SPECIAL_TOKENS}
@@ -44,12 +46,12 @@ VERBATIM = builder("{{ messages[0].content }}")
 
 
 def image(height: int = 4, width: int = 6) -> LoadedMedia:
-    return LoadedMedia("a" * 64, "image", MediaOptions(), (1, height, width), b"", "messages[0].content[0]")
+    return LoadedMedia("a" * 64, "image", MediaOptions(), (1, height, width), NO_BYTES, "messages[0].content[0]")
 
 
 def video(grid: tuple[int, int, int], timestamps: Sequence[float]) -> LoadedMedia:
     facts = VideoFacts(grid=grid, frame_indices=[], timestamps=list(timestamps))
-    return LoadedMedia("b" * 64, "video", MediaOptions(), grid, b"", "messages[0].content[0]", facts)
+    return LoadedMedia("b" * 64, "video", MediaOptions(), grid, NO_BYTES, "messages[0].content[0]", facts)
 
 
 def ids_of(prompts: PromptBuilder, conversation: Conversation, media: Sequence[LoadedMedia] = ()) -> list[int]:
