@@ -74,7 +74,7 @@ class Autoscale:
         ENCODER_RATE.set(encoder.patches_per_s)
 
     def _encoder_share(self) -> Share:
-        peers = self._encoders.peers
+        peers = self._encoders.ours
         rates = [p.control.load.patches_per_s for p in peers if p.control.load and p.control.load.patches_per_s > 0]
         if rates:
             self._encoder_rate = statistics.median(rates)  # kept when none is alive
@@ -84,12 +84,12 @@ class Autoscale:
             offered_patches_per_s=demand.patches_per_s(),
             patches_per_s=self._encoder_rate,
             ready=len(self._encoders.ready()),
-            loads={p.control.endpoint: float(p.num_own_patches) for p in peers if p.control.is_up},
+            loads={p.control.endpoint: float(p.num_own_patches) for p in peers},
         )
 
     def _decoder_share(self) -> Share:
         loads = {}
-        for link in self._decoders.links:
+        for link in self._decoders.ours:
             report, peer = link.load, link.peer
             if report is None or peer is None:
                 continue

@@ -121,10 +121,20 @@ class DecoderPool:
         await self._members.run()
 
     @property
+    def ours(self) -> list[Link]:
+        """Decoders of our model that are up."""
+        return [link for link in self.links if self._is_ours(link)]
+
+    @property
+    def num_of_other_models(self) -> int:
+        """Decoders that are up and serve something else."""
+        return sum(link.is_up for link in self.links) - len(self.ours)
+
+    @property
     def ready(self) -> list[Link]:
         """Decoders of our model that accept requests; those that keep failing only when there are no others."""
         now = time.monotonic()
-        ready = [link for link in self.links if link.is_ready and self._is_ours(link)]
+        ready = [link for link in self.ours if link.is_ready]
         return [link for link in ready if self._ejection.allows(_instance(link), now)] or ready
 
     def pick(self, avoid: Sequence[Link], request: GenerateRequest | None = None) -> Link | None:
@@ -255,8 +265,7 @@ class DecoderPool:
             run.tell(DecoderLost(run.attempt, link.was_leaving))
 
     def _changed(self) -> None:
-        ours = (link.peer for link in self.links if self._is_ours(link))
-        self.last_hello = next(ours, self.last_hello)
+        self.last_hello = next((link.peer for link in self.ours), self.last_hello)
         self.changed.set()
         self.changed = asyncio.Event()  # those who wait for the next change wait for a new event
 

@@ -109,19 +109,22 @@ class EncoderPool:
         self.demand = EncoderDemand()
         self.changed = asyncio.Event()
 
-        def link(endpoint: str, name: str) -> Link:
+        def link(endpoint: str, name: str, on_up: Callable[[Link], None]) -> Link:
             return Link(
                 Dealer(context, endpoint, name=name, keys=keys),
                 hello,
                 role="encoder",
                 on_message=self._on_message,
-                on_up=lambda link: self._changed(),
+                on_up=on_up,
                 on_down=self._on_down,
             )
 
         def connect(member: Member) -> EncoderPeer:
             control, data = member.endpoints
-            return EncoderPeer(link(control, "encoder-control"), link(data, "encoder-data"))
+            return EncoderPeer(
+                link(control, "encoder-control", self._on_control_up),
+                link(data, "encoder-data", lambda link: self._changed()),
+            )
 
         self._members = LinkSet(
             connect,
@@ -144,6 +147,16 @@ class EncoderPool:
         """Keep the connections until cancelled."""
         await self._members.run()
 
+    @property
+    def ours(self) -> list[EncoderPeer]:
+        """Encoders of our model that are up."""
+        return [peer for peer in self.peers if self._is_ours(peer.control)]
+
+    @property
+    def num_of_other_models(self) -> int:
+        """Encoders that are up and serve something else."""
+        return sum(peer.control.is_up for peer in self.peers) - len(self.ours)
+
     def ready(self, fingerprint: str | None = None) -> dict[str, EncoderPeer]:
         """Encoders of our model that accept work, by instance id; only those of one fingerprint when it is given.
 
@@ -151,10 +164,8 @@ class EncoderPool:
         """
         found = {
             hello.instance_id: peer
-            for peer in self.peers
-            if (hello := peer.hello) is not None
-            and hello.model == self._model
-            and fingerprint in (None, hello.fingerprint)
+            for peer in self.ours
+            if (hello := peer.hello) is not None and fingerprint in (None, hello.fingerprint)
         }
         now = time.monotonic()
         return {name: peer for name, peer in found.items() if self._ejection.allows(name, now)} or found
@@ -219,6 +230,16 @@ class EncoderPool:
             is_asked = (call.link, call.request_id, call.key) == (link, message.request_id, message.key)
             if is_asked and not call.reply.done():
                 call.reply.set_result(message)
+
+    def _is_ours(self, link: Link) -> bool:
+        return link.peer is not None and link.peer.model == self._model
+
+    def _on_control_up(self, link: Link) -> None:
+        if not self._is_ours(link) and link.peer is not None:
+            logger.warning(
+                "an encoder serves another model and is not used", endpoint=link.endpoint, model=link.peer.model
+            )
+        self._changed()
 
     def _on_down(self, link: Link, instance_id: str) -> None:
         self._fail(link, EncoderUnavailable("the encoder went away while it worked on an item"))

@@ -44,6 +44,9 @@ from gateway_svc.routing import fingerprint_of, rendezvous_order
 logger = structlog.get_logger(__name__)
 
 PEERS_READY = Gauge("tandem_gateway_peers_ready", "Services that accept work", ["role"])
+OTHER_MODELS = Gauge(
+    "tandem_gateway_peers_of_other_models", "Services that serve another model, and get nothing", ["role"]
+)
 PROBES = Counter("tandem_gateway_probes_total", "Videos whose grid was asked for", ["outcome"])
 MAX_PROBE_TRIES = 4
 PROBE_TIMEOUT_S = 60.0
@@ -262,8 +265,16 @@ class Fleet:
         """Who is there."""
         return {
             "model": self._model,
-            "decoders": {"ready": len(self.decoders.ready), "configured": len(self.decoders.links)},
-            "encoders": {"ready": len(self.encoders.ready()), "configured": len(self.encoders.peers)},
+            "decoders": {
+                "ready": len(self.decoders.ready),
+                "configured": len(self.decoders.links),
+                "other_models": self.decoders.num_of_other_models,
+            },
+            "encoders": {
+                "ready": len(self.encoders.ready()),
+                "configured": len(self.encoders.peers),
+                "other_models": self.encoders.num_of_other_models,
+            },
             "draining": self.drain.is_draining,
             **self._discovery(),
             "redis": "off" if self._cache is None else "ok" if self._cache.is_available else "failing",
@@ -299,5 +310,7 @@ class Fleet:
         while True:
             PEERS_READY.labels("decoder").set(len(self.decoders.ready))
             PEERS_READY.labels("encoder").set(len(self.encoders.ready()))
+            OTHER_MODELS.labels("decoder").set(self.decoders.num_of_other_models)
+            OTHER_MODELS.labels("encoder").set(self.encoders.num_of_other_models)
             self.autoscale.measure()
             await asyncio.sleep(1.0)

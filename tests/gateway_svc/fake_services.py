@@ -138,6 +138,7 @@ class FakeEncoder:
     def __init__(self, context: zmq.asyncio.Context, name: str, fingerprint: str = FINGERPRINT) -> None:
         self.name = name
         self.fingerprint = fingerprint
+        self.model = "tiny"
         self.control = Router(context, "tcp://127.0.0.1:0", name="control")
         self.data = Router(context, "tcp://127.0.0.1:0", name="data", max_payload_bytes=1 << 20)
         self.mailbox = Mailbox()
@@ -186,7 +187,7 @@ class FakeEncoder:
         return Hello(
             role="encoder",
             instance_id=self.name,
-            model="tiny",
+            model=self.model,
             version="0",
             fingerprint=self.fingerprint,
             wire_dtype="float32",

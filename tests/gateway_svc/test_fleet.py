@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from common.embedding_cache import FleetFacts
 from common.errors import EncoderUnavailable, Overloaded, TandemError, UnsupportedMedia
-from common.messages import MediaOptions, ProbeRequest, VideoFacts
+from common.messages import LoadReport, MediaOptions, ProbeRequest, VideoFacts
 from tests.gateway_svc.fake_services import FACTS, FINGERPRINT, FakeCache, FakeFleet, fake_fleet
 
 KEY = "a" * 64
+OTHER_MODELS = "tandem_gateway_peers_of_other_models"
 
 
 async def probe(world: FakeFleet, time_s: float = 10.0) -> VideoFacts:
@@ -131,11 +133,33 @@ async def test_the_state_of_the_fleet_is_told() -> None:
         assert (world.fleet.max_model_len, world.fleet.vocab_size) == (100, 300)
         assert world.fleet.status() == {
             "model": "tiny",
-            "decoders": {"ready": 2, "configured": 2},
-            "encoders": {"ready": 1, "configured": 1},
+            "decoders": {"ready": 2, "configured": 2, "other_models": 0},
+            "encoders": {"ready": 1, "configured": 1, "other_models": 0},
             "redis": "ok",
             "draining": False,
         }
         for decoder in world.decoders:
             decoder.die()
         await world.until(lambda: not world.fleet.is_ready())
+
+
+async def test_members_of_another_model_get_nothing_are_told_and_count_for_nothing() -> None:
+    async with fake_fleet(num_decoders=2, num_encoders=2) as world:
+        fleet = world.fleet
+        world.decoders[0].model = world.encoders[0].model = "another"
+        world.decoders[0].say_hello()
+        await world.until(lambda: len(fleet.decoders.ready) == len(fleet.encoders.ready()) == 1)
+        for tier in ("decoders", "encoders"):
+            assert fleet.status()[tier] == {"ready": 1, "configured": 2, "other_models": 1}
+        labels = [{"role": role} for role in ("decoder", "encoder")]
+        await world.until(lambda: [REGISTRY.get_sample_value(OTHER_MODELS, role) for role in labels] == [1, 1])
+        for number in range(8):
+            facts = await fleet.probe_video(f"{number:064x}", MediaOptions(), b"video", time.monotonic() + 5)
+            assert facts == FACTS
+            assert fleet.decoders.pick([]) is fleet.decoders.links[1]
+        assert world.encoders[0].mailbox.of(ProbeRequest) == []
+        fleet.encoders.peers[0].control.load = LoadReport(instance_id="encoder-0", patches_per_s=9e6)
+        fleet.decoders.links[0].load = LoadReport(instance_id="decoder-0", running=3)
+        encoder, decoder = (fleet.autoscale.share(tier) for tier in ("encoder", "decoder"))
+        assert encoder.patches_per_s < 9e6
+        assert [len(share.loads) for share in (encoder, decoder)] == [1, 0]
