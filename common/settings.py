@@ -49,7 +49,7 @@ class CommonSettings:
     cache_ttl_s: int = 86_400
     """Seconds that an unused entry stays in Redis."""
 
-    cache_wait_s: float = 0.02
+    cache_wait_s: float = 0.005
     """Seconds that a request waits to hear what Redis holds, before it goes on as if it were nothing."""
 
     http_host: str = "127.0.0.1"
