@@ -1,4 +1,4 @@
-"""Both schemas: the API's, which every object meets in every release of Kubernetes, and that of the chart's values."""
+"""The schemas: the API's in every release of Kubernetes, those of custom resources, and that of the chart's values."""
 
 import functools
 import json
@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from tests.deploy.helm.chart import EVERYTHING, INSECURE, VALUES_FILES, ChartRefused, Rendered, render
-from tests.deploy.helm.tools import checkov, kubernetes_schemas
+from tests.deploy.helm.tools import checkov, custom_resources, kubernetes_schemas
 from tests.deploy.helm.values_schema import CHART, SCHEMA_FILE, schema_text
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 
 BASE = "http://kubernetes/"
 RELEASES = [f"1.{minor}" for minor in range(29, 38)]
-# Custom resources, whose schemas are not Kubernetes' own.
+# Custom resources, whose schemas are their projects'.
 CUSTOM_KINDS = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
 
 
@@ -86,6 +86,71 @@ def test_a_field_that_does_not_exist_would_be_noticed() -> None:
 def test_a_model_in_an_image_is_valid_where_there_are_image_volumes(release: str) -> None:
     values = {**INSECURE, "model.source": "image", "model.image.reference": "r:1", "model.name": "m"}
     assert errors_of(render(values, kubernetes=f"{release}.0"), release) == []
+
+
+# Their projects'
+
+
+def custom_errors(*items: dict[str, Any]) -> list[list[str]]:
+    """What is wrong with each custom resource."""
+    command, text = custom_resources(), json.dumps(items)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: list[list[str]] = json.loads(done.stdout)
+    return found
+
+
+KEDA = {"autoscaling.mode": "keda", "autoscaling.encoder.min": "0"}
+BY_PROMETHEUS = {
+    **KEDA,
+    "autoscaling.keda.trigger": "prometheus",
+    "autoscaling.keda.prometheusAddress": "http://prometheus.monitoring.svc:9090",
+}
+LABELS = {f"monitoring.{each}.labels.release": "prometheus" for each in ("podMonitor", "serviceMonitor", "rules")}
+ROUTE = {
+    "httpRoute.hostnames[0]": "models.example.org",
+    "httpRoute.parentRefs[0].namespace": "gateways",
+    "httpRoute.parentRefs[0].sectionName": "https",
+}
+
+
+def test_every_custom_resource_is_what_its_project_defines() -> None:
+    everything = {**EVERYTHING, **LABELS, **ROUTE}
+    renderings = [
+        *(render(file=file) for file in VALUES_FILES),
+        *(render({**everything, **mode}) for mode in ({}, KEDA, BY_PROMETHEUS)),
+    ]
+    items = [item for rendered in renderings for item in rendered.of_kind(*CUSTOM_KINDS)]
+    assert {item["kind"] for item in items} == CUSTOM_KINDS
+    assert custom_errors(*items) == [[] for _ in items]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "error"),
+    [
+        ("ScaledObject", "spec.cooldownPeriods", 300, "/spec/cooldownPeriods is not known"),
+        ("ScaledObject", "spec.cooldownPeriod", "300", "cooldownPeriod"),
+        ("ScaledObject", "spec.triggers", None, "triggers"),
+        ("PodMonitor", "spec.podMetricsEndpoints.0.interval", "15 seconds", "interval"),
+        ("ServiceMonitor", "spec.endpoints.0.paths", "/metrics", "/spec/endpoints/0/paths is not known"),
+        ("PrometheusRule", "spec.groups.0.rules.0.for", "soon", "for"),
+        ("HTTPRoute", "spec.rules.0.timeouts.request", "600", "request"),
+        ("HTTPRoute", "spec.rules.0.timeouts.backend", "600s", "/spec/rules/0/timeouts/backend is not known"),
+    ],
+)
+def test_a_mistake_in_a_custom_resource_would_be_noticed(kind: str, path: str, value: object, error: str) -> None:
+    rendered = render({**EVERYTHING, **KEDA})
+    item: dict[str, Any] = json.loads(json.dumps(rendered.of_kind(kind)[0]))
+    *folders, key = path.split(".")
+    place: Any = item
+    for folder in folders:
+        place = place[int(folder) if folder.isdecimal() else folder]
+    place[key] = value
+    ((found, *_),) = custom_errors(item)
+    assert error in found
+
+
+# checkov's
 
 
 def test_checkov_finds_nothing_that_is_not_justified(tmp_path: "pytest.TempPathFactory") -> None:

