@@ -68,11 +68,11 @@ def encoder_share(
 
 
 @dataclass(frozen=True)
-class DecoderLoad:
+class DecoderUse:
     """What a decoder reports, and how much of it one gateway asked for.
 
     `kv_share` is the part of its KV cache in use, `slots` how many sequences it runs together, `wait_s` how long its
-    waiting prompts take to compute.
+    queued prompts take to compute.
     """
 
     kv_share: float
@@ -86,7 +86,8 @@ class DecoderLoad:
     def occupancy(self) -> float:
         """1 for a decoder that should have no more work; above that, for one that has too much."""
         slots = (self.running + self.waiting) / (FULL_SLOTS * self.slots) if self.slots else 0.0
-        return max(self.kv_share / FULL_KV, slots, self.wait_s / FULL_WAIT_S)
+        wait = min(self.wait_s / FULL_WAIT_S, self.running + self.waiting)  # one prompt cannot be shared out
+        return max(self.kv_share / FULL_KV, slots, wait)
 
     @property
     def own_occupancy(self) -> float:
@@ -95,7 +96,7 @@ class DecoderLoad:
         return self.occupancy * self.own / total if total else 0.0
 
 
-def decoder_share(loads: dict[str, DecoderLoad], *, held: int) -> Share:
+def decoder_share(loads: dict[str, DecoderUse], *, held: int) -> Share:
     """A gateway's share of decoding. `held` of its requests wait, since no decoder is there."""
     occupancy = sum(load.own_occupancy for load in loads.values())
     slots = max((load.slots for load in loads.values()), default=0)

@@ -79,7 +79,11 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag=True):
-    """How busy a service is, sent to every gateway that said Hello."""
+    """How busy a service is, sent to every gateway that said Hello.
+
+    `queue_s` is how long the work that is there and has not run takes at the service's measured rate: an encoder's
+    patches, a decoder's prompts as far as their embeddings have come. 0 while the rate is not known.
+    """
 
     instance_id: Id
     queue_s: Seconds = 0.0

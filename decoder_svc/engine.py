@@ -102,6 +102,8 @@ class Engine:
         self._wanted: dict[Sequence, set[str]] = {}  # asked for and not arrived, of those that have media
         self._first_in_need: str | None = None
         self._is_checked = False
+        self.backlog_s = 0.0
+        """How long the prompts that are queued take to compute, when it was last measured."""
 
     @property
     def has_sequences(self) -> bool:
@@ -171,6 +173,11 @@ class Engine:
                 self._is_checked = True
             self._metrics.checked(embedding_bytes=self.pool.needed_bytes, needs=len(self._wanted))
         self._metrics.look_at_device(time.monotonic())
+        return []
+
+    def measure_backlog(self) -> list[Event]:
+        """Note how long the queued prompts take. Not done with each step: it looks at every sequence."""
+        self.backlog_s = self._metrics.measure_backlog()
         return []
 
     def step(self) -> tuple[list[Event], bool]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
+from common.rate import RateMeter, seconds_for
 from decoder_svc.block_manager import BlockManager
 from decoder_svc.scheduler import Chunk, Scheduler
 
@@ -31,6 +32,8 @@ WAITING = Gauge("tandem_decoder_waiting", "Sequences that wait to be started")
 WAITING_FOR_MEDIA = Gauge("tandem_decoder_waiting_for_media", "Sequences whose embeddings are not all here")
 KV_BLOCKS = Gauge("tandem_decoder_kv_blocks", "KV blocks; cached are those of the free with known content", ["state"])
 KV_EVICTIONS = Counter("tandem_decoder_kv_evictions_total", "KV blocks whose kept content was given up for another's")
+PREFILL_RATE = Gauge("tandem_decoder_prefill_tokens_per_second", "Tokens of prompts a second, in steps full of them")
+BACKLOG_SECONDS = Gauge("tandem_decoder_backlog_seconds", "Time that prompts which are not computed yet will take")
 IDLE_SHARE = Gauge("tandem_decoder_device_idle_share", "Share of the last seconds in which no step ran on the device")
 LEAKED = Gauge("tandem_decoder_leaked", "What an idle decoder still holds and should not", ["kind"])
 
@@ -46,6 +49,7 @@ class EngineMetrics:
         self._counted: dict[str, int] = {}
         self._window_began = time.monotonic()
         self._busy_s = 0.0
+        self._prefill = RateMeter()
 
     def stepped(self, chunks: Seq[Chunk], seconds: float) -> None:
         """A step has run."""
@@ -58,6 +62,9 @@ class EngineMetrics:
         TOKENS.labels("decode").inc(decoded)
         TOKENS.labels("prefill").inc(num_tokens - decoded)
         self._busy_s += seconds
+        if num_tokens > decoded:
+            self._prefill.add(num_tokens - decoded, seconds)
+            PREFILL_RATE.set(self._prefill.per_s)
 
     def look(self, num_waiting_for_media: int) -> None:
         """Say how things stand: after each step, and when a sequence leaves, since an idle engine runs no step."""
@@ -73,6 +80,12 @@ class EngineMetrics:
         misses = scheduler.num_prefix_tokens - scheduler.num_prefix_hit_tokens
         self._advance(PREFIX_TOKENS.labels("hit"), "hit", scheduler.num_prefix_hit_tokens)
         self._advance(PREFIX_TOKENS.labels("miss"), "miss", misses)
+
+    def measure_backlog(self) -> float:
+        """Seconds that queued prompts take at the rate of steps like those before."""
+        backlog_s = seconds_for(self._scheduler.count_queued_tokens(), self._prefill.per_s)
+        BACKLOG_SECONDS.set(backlog_s)
+        return backlog_s
 
     def look_at_device(self, now: float) -> None:
         """Say which share of the time was idle; the window is some seconds."""

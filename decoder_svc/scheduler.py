@@ -101,6 +101,18 @@ class Scheduler:
         """All that are not finished, in the order in which they were or will be started."""
         return [*self.running, *self.waiting]
 
+    def count_queued_tokens(self) -> int:
+        """Tokens that have to run, and may, before the sequences that are here can be decoded.
+
+        What waits for embeddings is not counted, and what choices of a request share is counted once.
+        """
+        queued: dict[str, int] = {}
+        for sequence in self.sequences:
+            if not sequence.is_decoding:
+                count = self._runnable(sequence, sequence.num_tokens)
+                queued[sequence.request_id] = max(count, queued.get(sequence.request_id, 0))
+        return sum(queued.values())
+
     def admit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ContextTooLong when it can never fit, Overloaded when too many wait."""
         if sequence.num_tokens >= self._max_model_len:

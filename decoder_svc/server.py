@@ -355,6 +355,7 @@ class DecoderServer:
                 self._lose_gateway(peer, f"not heard for {GATEWAY_LIVENESS_S} s")
             self._report()
             self._thread.submit(lambda engine: engine.check_idle())
+            self._thread.submit(lambda engine: engine.measure_backlog())
             LEAKED_FETCHES.set(0 if self._requests else self.inbox.num_waiting)
             await asyncio.sleep(REPORT_EVERY_S)
 
@@ -362,6 +363,7 @@ class DecoderServer:
         scheduler, blocks = self._engine.scheduler, self._engine.blocks  # counts only: read across threads is fine
         report = LoadReport(
             instance_id=self._hello.instance_id,
+            queue_s=self._engine.backlog_s,
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
             kv_used_tokens=blocks.num_used * blocks.block_size,

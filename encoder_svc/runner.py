@@ -17,10 +17,10 @@ from torch import Tensor
 from common.embedding import CHUNK_BYTES, checksum
 from common.messages import EmbeddingHeader, Grid, WireDtype
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
+from common.rate import RateMeter
 from common.tensors import DTYPES, check_finite, payload_of
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.model.vision import VisionTower
-from encoder_svc.rate import RateMeter
 
 FORWARD_SECONDS = Histogram("tandem_encoder_forward_seconds", "Time of one tower forward", buckets=SECONDS_BUCKETS)
 BATCH_ITEMS = Histogram("tandem_encoder_batch_items", "Items in one forward", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
@@ -52,7 +52,7 @@ class TowerRunner:
     @property
     def patches_per_s(self) -> float:
         """The rate of warm, full batches; 0 before the first."""
-        return self._rate.patches_per_s
+        return self._rate.per_s
 
     async def run(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
         """Embeddings of the items, in order. Raises ModelFailure for values that are not finite."""

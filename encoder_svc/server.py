@@ -31,6 +31,7 @@ from common.messages import (
     VideoFacts,
 )
 from common.metrics import Counter, Gauge
+from common.rate import seconds_for
 from common.transport import Received, Router
 from common.wire import error_detail
 from encoder_svc.embedding_store import EmbeddingStore
@@ -240,7 +241,7 @@ class EncoderServer:
         pipeline, rate = self._parts.pipeline, self._parts.runner.patches_per_s
         report = LoadReport(
             instance_id=self._hello.instance_id,
-            queue_s=pipeline.queued_patches / rate if rate else 0.0,
+            queue_s=seconds_for(pipeline.queued_patches, rate),
             patches_per_s=rate,
             running=pipeline.num_in_flight,
             bytes_in_flight=self._parts.shipping.bytes_in_flight,

@@ -4,14 +4,13 @@ Owns the metrics of both tiers and `/autoscale/v1/{tier}`, which answers for thi
 follow from it is `common.autoscale`'s. Runs on the event loop.
 """
 
-import statistics
 from typing import Literal
 
 import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from common.autoscale import DecoderLoad, Share, TierName, decoder_share, encoder_share, needed
+from common.autoscale import DecoderUse, Share, TierName, decoder_share, encoder_share, needed
 from common.autoscale_shares import Collected, OwnShare, ShareCollector
 from common.metrics import Gauge
 from gateway_svc.api import ERROR_RESPONSES, json_response
@@ -32,25 +31,14 @@ OCCUPANCY = Gauge("tandem_autoscale_occupancy", "Decoders that this gateway fill
 HELD = Gauge("tandem_autoscale_held_requests", "Requests that wait since no decoder is there: sum over gateways")
 ENCODER_RATE = Gauge("tandem_autoscale_encoder_patches_per_s", "Rate of one encoder: mean over gateways")
 
-DEFAULT_ENCODER_RATE = 1000.0
-
 
 class Autoscale:
     """The signals of one gateway."""
 
-    def __init__(
-        self,
-        encoders: EncoderPool,
-        decoders: DecoderPool,
-        instance_id: str,
-        *,
-        encoder_rate: float = DEFAULT_ENCODER_RATE,
-    ) -> None:
-        """`encoder_rate` is that of one encoder, in patches a second, until one has told its own."""
+    def __init__(self, encoders: EncoderPool, decoders: DecoderPool, instance_id: str) -> None:
         self._encoders = encoders
         self._decoders = decoders
         self._instance_id = instance_id
-        self._encoder_rate = encoder_rate
         self.measure()
 
     def share(self, tier: TierName) -> Share:
@@ -74,17 +62,13 @@ class Autoscale:
         ENCODER_RATE.set(encoder.patches_per_s)
 
     def _encoder_share(self) -> Share:
-        peers = self._encoders.ours
-        rates = [p.control.load.patches_per_s for p in peers if p.control.load and p.control.load.patches_per_s > 0]
-        if rates:
-            self._encoder_rate = statistics.median(rates)  # kept when none is alive
         demand = self._encoders.demand
         return encoder_share(
             backlog_patches=demand.backlog_patches,
             offered_patches_per_s=demand.patches_per_s(),
-            patches_per_s=self._encoder_rate,
+            patches_per_s=self._encoders.patches_per_s,
             ready=len(self._encoders.ready()),
-            loads={p.control.endpoint: float(p.num_own_patches) for p in peers},
+            loads={p.control.endpoint: float(p.num_own_patches) for p in self._encoders.ours},
         )
 
     def _decoder_share(self) -> Share:
@@ -93,7 +77,7 @@ class Autoscale:
             report, peer = link.load, link.peer
             if report is None or peer is None:
                 continue
-            loads[link.endpoint] = DecoderLoad(
+            loads[link.endpoint] = DecoderUse(
                 kv_share=report.kv_share,
                 running=report.running,
                 waiting=report.waiting,

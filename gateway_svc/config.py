@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from common.settings import CommonSettings, Port
+from gateway_svc.encoder_pool import DEFAULT_PATCHES_PER_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,9 @@ class GatewaySettings(CommonSettings):
     """All gateways, whose shares /autoscale/v1 adds up: http://host:8000, dns:HOST:8000 or kubernetes:SERVICE. May be
     given several times; without any it tells this gateway's alone."""
 
-    encoder_patches_per_s: Annotated[float, Parameter(validator=Number(gt=0))] = 1000.0
-    """Patches that one encoder encodes in a second, for autoscaling, until an encoder has told what it measured."""
+    encoder_patches_per_s: Annotated[float, Parameter(validator=Number(gt=0))] = DEFAULT_PATCHES_PER_S
+    """Patches that one encoder encodes in a second, for routing and autoscaling, until an encoder has told what it
+    measured."""
 
     kubernetes_api: str | None = None
     """URL of the Kubernetes API server that sources with kubernetes: ask; by default the pod's own, or that of the

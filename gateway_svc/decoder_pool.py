@@ -201,6 +201,7 @@ class DecoderPool:
             waiting=report.waiting,
             running=report.running,
             kv_used=report.kv_share,
+            queue_s=report.queue_s,
         )
 
     def _hashes_of(self, request: GenerateRequest) -> list[bytes]:

@@ -7,6 +7,7 @@ encoder to ask, and what to do when it fails, is the caller's. Runs on the event
 
 import asyncio
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from gateway_svc.encoder_demand import EncoderDemand
 
 logger = structlog.get_logger(__name__)
 
-DEFAULT_PATCHES_PER_S = 2000.0  # of an encoder that has not measured itself yet
+DEFAULT_PATCHES_PER_S = 1000.0  # of an encoder, while none has told what it measured
 
 Call = EncodeRequest | ProbeRequest
 Reply = EncodeReply | ProbeReply
@@ -60,12 +61,9 @@ class EncoderPeer:
         return control if self.control.is_ready else None
 
     @property
-    def queue_s(self) -> float:
-        """Seconds of work that wait there: what it says, and what it was sent and may not have said yet."""
-        report = self.control.load
-        if report is None:
-            return self.num_own_patches / DEFAULT_PATCHES_PER_S
-        return max(report.queue_s, self.num_own_patches / (report.patches_per_s or DEFAULT_PATCHES_PER_S))
+    def patches_per_s(self) -> float:
+        """What the encoder has measured of itself; 0 while it has not."""
+        return self.control.load.patches_per_s if self.control.load is not None else 0.0
 
 
 class Outgoing:
@@ -101,8 +99,11 @@ class EncoderPool:
         *,
         keys: CurveKeys | None,
         on_change: Callable[[], None],
+        patches_per_s: float = DEFAULT_PATCHES_PER_S,
     ) -> None:
+        """`patches_per_s` is what one encoder does, until one has told its own rate."""
         self._on_change = on_change
+        self._patches_per_s = patches_per_s
         self._model = hello().model
         self._ejection = Ejection("encoder")
         self._calls: set[_Waiting] = set()
@@ -138,6 +139,18 @@ class EncoderPool:
     def peers(self) -> list[EncoderPeer]:
         """Connections to all members."""
         return self._members.connections
+
+    @property
+    def patches_per_s(self) -> float:
+        """The rate of one encoder: the median of those that have told theirs, or the last that was known."""
+        if rates := [peer.patches_per_s for peer in self.ours if peer.patches_per_s]:
+            self._patches_per_s = statistics.median(rates)
+        return self._patches_per_s
+
+    def queue_s(self, peer: EncoderPeer) -> float:
+        """Seconds of work that wait at an encoder: what it says, and what it was sent and may not have said yet."""
+        told_s = peer.control.load.queue_s if peer.control.load is not None else 0.0
+        return max(told_s, peer.num_own_patches / (peer.patches_per_s or self.patches_per_s))
 
     def set_members(self, members: Sequence[Member]) -> None:
         """Who belongs to the tier now."""

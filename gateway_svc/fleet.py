@@ -31,11 +31,11 @@ from common.metrics import Counter, Gauge
 from common.processor_config import VideoSettings
 from common.transport import CurveKeys
 from common.vision_grid import is_consistent_video
-from gateway_svc.autoscale import DEFAULT_ENCODER_RATE, Autoscale
+from gateway_svc.autoscale import Autoscale
 from gateway_svc.backend import GenerationEvent, MediaOutcome
 from gateway_svc.decoder_pool import DecoderPool
 from gateway_svc.drain import Drain
-from gateway_svc.encoder_pool import EncoderPeer, EncoderPool, Outgoing
+from gateway_svc.encoder_pool import DEFAULT_PATCHES_PER_S, EncoderPeer, EncoderPool, Outgoing
 from gateway_svc.generation import DECODER_WAIT_S, Generation, first_error
 from gateway_svc.media import LoadedMedia
 from gateway_svc.media_resolver import ENCODER_WAIT_S, MediaResolver, wait_for_change
@@ -69,7 +69,7 @@ class Fleet:
         encoder_wait_s: float = ENCODER_WAIT_S,
         decoder_wait_s: float = DECODER_WAIT_S,
         video_settings: VideoSettings | None = None,
-        encoder_patches_per_s: float = DEFAULT_ENCODER_RATE,
+        encoder_patches_per_s: float = DEFAULT_PATCHES_PER_S,
         encoder_source: MemberSource | None = None,
         decoder_source: MemberSource | None = None,
     ) -> None:
@@ -88,11 +88,16 @@ class Fleet:
             version=__version__,
             is_ready=True,
         )
-        self.encoders = EncoderPool(context, encoders, self.hello, keys=keys, on_change=self._on_encoder_change)
-        self.decoders = DecoderPool(context, decoders, self.hello, keys=keys)
-        self.autoscale = Autoscale(
-            self.encoders, self.decoders, self._hello.instance_id, encoder_rate=encoder_patches_per_s
+        self.encoders = EncoderPool(
+            context,
+            encoders,
+            self.hello,
+            keys=keys,
+            on_change=self._on_encoder_change,
+            patches_per_s=encoder_patches_per_s,
         )
+        self.decoders = DecoderPool(context, decoders, self.hello, keys=keys)
+        self.autoscale = Autoscale(self.encoders, self.decoders, self._hello.instance_id)
         self.drain = Drain()
         self._encoder_source = encoder_source
         self._decoder_source = decoder_source

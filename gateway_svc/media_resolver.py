@@ -165,7 +165,7 @@ class MediaResolver:
         while True:
             changed = self._encoders.changed
             peers = self._encoders.ready(self._fingerprint)
-            queue_s = {name: peer.queue_s for name, peer in peers.items()}
+            queue_s = {name: self._encoders.queue_s(peer) for name, peer in peers.items()}
             order = owner_bounded_by_load(rendezvous_order(item.key, list(peers)), queue_s)
             if claimed_by is not None and self._can_be_asked(item, claimed_by):
                 return claimed_by, peers[claimed_by]

@@ -11,6 +11,7 @@ from common.messages import Hello
 
 T = TypeVar("T")
 KV_WEIGHT = 4.0  # requests that a full KV cache weighs
+QUEUE_WEIGHT = 4.0  # requests that a second of queued prompts weighs: a new one computes after them
 TOKENS_PER_REQUEST = 128  # of a known prefix, that are worth one request more in the queue
 MAX_IMBALANCE = 4.0  # requests
 
@@ -37,11 +38,14 @@ class DecoderLoad:
     running: int = 0
     kv_used: float = 0.0
     """The part of the KV cache that is in use."""
+    queue_s: float = 0.0
+    """How long its queued prompts take to compute."""
 
     @property
     def cost(self) -> float:
-        """In requests: those there, those that wait once more, and a cache that fills up."""
-        return max(self.num_own, self.waiting + self.running) + self.waiting + KV_WEIGHT * self.kv_used
+        """In requests: those there, those that wait once more, a cache that fills up, and prompts to be computed."""
+        there = max(self.num_own, self.waiting + self.running) + self.waiting
+        return there + KV_WEIGHT * self.kv_used + QUEUE_WEIGHT * self.queue_s
 
 
 def choose_decoder(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.autoscale import (
-    DecoderLoad,
+    DecoderUse,
     Observation,
     Policy,
     Share,
@@ -65,9 +65,9 @@ def test_shares_of_gateways_add_up_to_that_of_one_gateway_for_all(parts: list[tu
     assert summed.patches_per_s == pytest.approx(1000.0)
 
 
-def load(**fields: float) -> DecoderLoad:
+def load(**fields: float) -> DecoderUse:
     given_fields = {"kv_share": 0.0, "running": 0, "waiting": 0, "slots": 10, "wait_s": 0.0, "own": 1, **fields}
-    return DecoderLoad(**given_fields)  # type: ignore[arg-type]
+    return DecoderUse(**given_fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,8 @@ def load(**fields: float) -> DecoderLoad:
         ({"kv_share": 0.4, "running": 1}, 0.5),
         ({"running": 17, "slots": 20}, 1.0),
         ({"running": 8.5, "waiting": 8.5}, 2.0),
-        ({"wait_s": 3.0, "running": 1}, 3.0),
+        ({"wait_s": 3.0, "running": 2, "waiting": 3}, 3.0),
+        ({"wait_s": 30.0, "running": 1}, 1.0),  # one long prompt: a second decoder could not help it
     ],
 )
 def test_a_decoder_is_as_full_as_its_fullest_resource(fields: dict[str, float], occupancy: float) -> None:

@@ -71,6 +71,22 @@ def test_two_picture_requests_in_a_pool_for_one_and_a_half_give_their_solo_outpu
         assert run.outputs[request.request_id, 0] == solo(world, request)[0]
 
 
+def test_the_backlog_is_what_queued_prompts_take_at_the_measured_rate(world: World) -> None:
+    run = driver(world, max_tokens_per_step=8)
+    run.add(generate_request([*range(60)], request_id="first"))
+    run.engine.measure_backlog()
+    assert run.engine.backlog_s == 0.0, "no step has shown a rate yet"
+    run.run()
+    rate = run.engine._metrics._prefill.per_s
+    assert rate > 0
+    run.add(*(generate_request([*range(number, number + 40)], request_id=f"r{number}") for number in (100, 200)))
+    run.engine.measure_backlog()
+    assert run.engine.backlog_s == pytest.approx(80 / rate)
+    run.run()
+    run.engine.measure_backlog()
+    assert run.engine.backlog_s == 0.0
+
+
 @pytest.mark.parametrize("max_tokens_per_step", [1, 7, 16, 200])
 def test_the_size_of_prefill_chunks_changes_no_token(world: World, max_tokens_per_step: int) -> None:
     request = request_of(world, TEXT, 2, MORE, sampling=greedy(8))

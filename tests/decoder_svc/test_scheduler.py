@@ -121,6 +121,32 @@ def text(name: str, num_tokens: int, max_tokens: int = 3, first: int = 0) -> Seq
     return sequence_of(range(first, first + num_tokens), request_id=name, sampling=greedy(max_tokens))
 
 
+def test_queued_is_what_may_run_before_all_that_is_here_can_be_decoded() -> None:
+    engine = SimulatedEngine(40, max_tokens_per_step=4)
+    engine.admit(text("a", 10, first=100), text("b", 6, first=200))
+    assert engine.scheduler.count_queued_tokens() == 16
+    engine.step()
+    assert engine.scheduler.count_queued_tokens() == 12
+    waits = sequence_of([*range(5), *[PAD_ID] * 4, 7], media=[picture(0, 5)], request_id="c")
+    engine.admit(waits)
+    assert engine.scheduler.count_queued_tokens() == 12 + 5, "what waits for an embedding is an encoder's work"
+    engine.media.add(key_of(0))
+    assert engine.scheduler.count_queued_tokens() == 12 + 10
+    engine.run_to_the_end()
+    assert engine.scheduler.count_queued_tokens() == 0
+
+
+def test_choices_that_share_a_prompt_queue_it_once_and_decoding_is_no_queue() -> None:
+    engine = SimulatedEngine(40)
+    engine.admit(*(sequence_of(range(9), choice=choice, request_id="r") for choice in range(3)))
+    assert engine.scheduler.count_queued_tokens() == 9
+    engine.step()
+    engine.step()
+    assert len(engine.scheduler.running) == 3
+    assert all(sequence.is_decoding for sequence in engine.scheduler.running)
+    assert engine.scheduler.count_queued_tokens() == 0
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests with few different prompts and pictures, so that prefixes are shared and blocks run out."""
 

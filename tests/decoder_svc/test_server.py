@@ -446,6 +446,24 @@ async def test_gateways_are_told_of_the_load(world: World) -> None:
         assert (report.instance_id, report.kv_total_tokens) == ("decoder-1", 256)
 
 
+async def test_gateways_are_told_how_long_queued_prompts_take(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REPORT_EVERY_S", 0.02)
+    async with serving(world) as served:
+        engine = served.server._engine
+        for _ in range(2):
+            engine._metrics._prefill.add(100, 1.0)
+        monkeypatch.setattr(engine.scheduler, "schedule", list)  # nothing runs
+        gateway = await served.gateway()
+        gateway.send(generate_request(TEXT))
+        while not (report := await gateway.next(LoadReport)).queue_s:
+            assert report.waiting in (0, 1)
+        assert report.queue_s == pytest.approx(len(TEXT) / 100)
+        assert REGISTRY.get_sample_value("tandem_decoder_backlog_seconds") == pytest.approx(len(TEXT) / 100)
+        gateway.send(Cancel(request_id="r"))
+        while (await gateway.next(LoadReport)).queue_s:
+            pass
+
+
 async def test_a_gateway_that_was_silent_over_an_unbroken_connection_is_told_what_was_dropped(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

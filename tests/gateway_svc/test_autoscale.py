@@ -60,6 +60,28 @@ def test_the_rate_is_that_of_new_work_of_half_a_minute() -> None:
     assert demand.patches_per_s() == 0.0
 
 
+def test_an_item_that_was_work_before_stays_counted_when_it_turns_out_held_later() -> None:
+    clock = Clock()
+    demand = EncoderDemand(clock)
+    clock.now = 60.0
+    with demand.admitted("a", 300):
+        pass
+    clock.now = 70.0
+    with demand.admitted("a", 300):
+        pass
+    assert demand.patches_per_s() == pytest.approx(20.0)
+    demand.discount("a")
+    demand.discount("a")
+    demand.discount("never seen")
+    assert demand.patches_per_s() == pytest.approx(10.0)
+    clock.now = 91.0
+    assert demand.patches_per_s() == 0.0
+    assert not demand._latest or demand._latest.keys() == {"a"}
+    clock.now = 101.0
+    assert demand.patches_per_s() == 0.0
+    assert not demand._latest
+
+
 METRICS = {
     "tandem_autoscale_replicas": [{"tier": "encoder"}, {"tier": "decoder"}],
     "tandem_autoscale_backlog_seconds": [{}],
@@ -111,6 +133,14 @@ async def test_a_decoder_counts_by_the_part_of_it_that_this_gateway_fills() -> N
         share = world.fleet.autoscale.share("decoder")
         assert share.occupancy == pytest.approx(0.4 / 0.8 * 2 / 4)
         assert share.loads == {link.endpoint: 2.0}
+
+
+async def test_a_decoder_whose_prompts_queue_is_full_however_empty_its_cache_is() -> None:
+    async with fake_fleet(num_decoders=1) as world:
+        (link,) = world.fleet.decoders.links
+        link.load = LoadReport(instance_id="decoder-0", running=1, waiting=3, queue_s=2.5)
+        world.fleet.decoders._num_own[link] = 4
+        assert world.fleet.autoscale.share("decoder").occupancy == pytest.approx(2.5)
 
 
 def client_for(world: FakeFleet, gateways: ShareCollector | None) -> httpx.AsyncClient:

@@ -102,7 +102,7 @@ async def test_a_late_answer_of_one_encoder_is_not_taken_for_another_s() -> None
         await eventually(lambda: encoders[1].requests)
         encoders[0].reply(0, UnsupportedMedia("late"))
         encoders[0].report(queue_s=7.0)
-        await eventually(lambda: pool.ready()["e0"].queue_s == 7.0)
+        await eventually(lambda: pool.queue_s(pool.ready()["e0"]) == 7.0)
         assert not second.done()
         encoders[1].reply(0)
         assert (await second).error is None
@@ -267,15 +267,28 @@ async def test_patches_that_were_sent_count_as_queue_until_they_are_answered() -
     async with running() as (pool, [encoder]):
         encoder.is_deaf = True
         peer = pool.ready()["e0"]
-        assert peer.queue_s == 0
+        assert pool.queue_s(peer) == 0
         asked = call(pool, encoder, msgspec.structs.replace(request(1), expected_grid=(1, 100, 60)))
         await eventually(lambda: encoder.requests)
-        assert peer.queue_s == pytest.approx(6000 / DEFAULT_PATCHES_PER_S)
+        assert pool.queue_s(peer) == pytest.approx(6000 / DEFAULT_PATCHES_PER_S)
         encoder.report(patches_per_s=1000.0)
-        await eventually(lambda: peer.queue_s == pytest.approx(6.0))
+        await eventually(lambda: pool.queue_s(peer) == pytest.approx(6.0))
         encoder.report(queue_s=9.0, patches_per_s=1000.0)
-        await eventually(lambda: peer.queue_s == pytest.approx(9.0))
+        await eventually(lambda: pool.queue_s(peer) == pytest.approx(9.0))
         encoder.reply(0)
         await asked
         encoder.report()
-        await eventually(lambda: peer.queue_s == 0)
+        await eventually(lambda: pool.queue_s(peer) == 0)
+
+
+async def test_an_encoder_that_has_not_measured_itself_is_taken_to_be_as_fast_as_the_others() -> None:
+    async with running(2) as (pool, [slow, new]):
+        assert pool.patches_per_s == DEFAULT_PATCHES_PER_S
+        slow.report(patches_per_s=500.0)
+        await eventually(lambda: pool.patches_per_s == 500.0)
+        new.is_deaf = True
+        asked = call(pool, new, msgspec.structs.replace(request(1), expected_grid=(1, 100, 60)))
+        await eventually(lambda: new.requests)
+        assert pool.queue_s(pool.ready()["e1"]) == pytest.approx(12.0)
+        new.reply(0)
+        await asked

@@ -62,6 +62,8 @@ def test_of_two_decoders_the_one_with_less_to_do_is_chosen() -> None:
     assert choose({"a": DecoderLoad(kv_used=0.9), "b": DecoderLoad(running=1)}) == "b", (
         "KV that fills up is worse still"
     )
+    long_prompt = DecoderLoad(running=1, queue_s=2.0)
+    assert choose({"a": long_prompt, "b": DecoderLoad(running=6)}) == "b", "a long prompt is more than a request"
     assert choose({"a": FREE, "b": FREE}) == "a"
     assert choose({}) is None
 
