@@ -8,8 +8,18 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 OFFERED_WINDOW_S = 30.0
+
+
+@dataclass
+class _Arrival:
+    """An item that came, with the patches that it gave to encode."""
+
+    at: float
+    key: str
+    patches: int
 
 
 class EncoderDemand:
@@ -19,7 +29,9 @@ class EncoderDemand:
         self._clock = clock
         self._began_at = clock()
         self._waiting: dict[str, tuple[int, int]] = {}  # key -> patches, requests
-        self._admitted: deque[tuple[float, str, int]] = deque()  # oldest first
+        self._arrivals: deque[_Arrival] = deque()  # of the window, oldest first
+        self._latest: dict[str, _Arrival] = {}  # by key
+        self._offered_patches = 0  # of all arrivals
         self.backlog_patches = 0
 
     @contextlib.contextmanager
@@ -29,7 +41,7 @@ class EncoderDemand:
         self._waiting[key] = (patches, requests + 1)
         if not requests:
             self.backlog_patches += patches
-            self._admitted.append((self._clock(), key, patches))
+            self._note_arrival(key, patches)
         try:
             yield
         finally:
@@ -41,14 +53,25 @@ class EncoderDemand:
 
     def discount(self, key: str) -> None:
         """An item was held somewhere after all: it was no work."""
-        for index, (at, admitted, _) in enumerate(self._admitted):
-            if admitted == key:
-                self._admitted[index] = (at, key, 0)
+        if (arrival := self._latest.get(key)) is not None:
+            self._offered_patches -= arrival.patches
+            arrival.patches = 0
 
     def patches_per_s(self) -> float:
         """New work of the last half minute, each second."""
         now = self._clock()
-        while self._admitted and self._admitted[0][0] < now - OFFERED_WINDOW_S:
-            self._admitted.popleft()
-        window_s = max(1.0, min(OFFERED_WINDOW_S, now - self._began_at))
-        return sum(patches for _, _, patches in self._admitted) / window_s
+        self._forget_before(now - OFFERED_WINDOW_S)
+        return self._offered_patches / max(1.0, min(OFFERED_WINDOW_S, now - self._began_at))
+
+    def _note_arrival(self, key: str, patches: int) -> None:
+        arrival = _Arrival(self._clock(), key, patches)
+        self._arrivals.append(arrival)
+        self._latest[key] = arrival
+        self._offered_patches += patches
+
+    def _forget_before(self, time_s: float) -> None:
+        while self._arrivals and self._arrivals[0].at < time_s:
+            arrival = self._arrivals.popleft()
+            self._offered_patches -= arrival.patches
+            if self._latest.get(arrival.key) is arrival:
+                del self._latest[arrival.key]
