@@ -34,6 +34,7 @@ FAILURES = Counter("tandem_discovery_errors_total", "Lists and watches that fail
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 5.0  # a watch that lived so long, or told of a change, was no failure
+SLACK_S = 5.0  # in which the server may still end a watch whose time is over
 _GONE = 410
 
 
@@ -174,7 +175,7 @@ class KubernetesMembers:
             "allowWatchBookmarks": "true",
         }
         was_told, due_at = False, time.monotonic() + window_s
-        with watch(api, self._path, query, window_s + 5.0) as response:
+        with watch(api, self._path, query, window_s + SLACK_S) as response:
             self._response = response  # then look: who stops this sets `_stop` first, then shuts the answer down
             try:
                 for line in lines(response) if not self._stop.is_set() else ():

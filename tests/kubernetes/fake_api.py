@@ -68,12 +68,18 @@ class FakeApi:
         self.num_watches = 0
         self.list_answers: deque[int] = deque()
         """Statuses of the next lists; 200 serves."""
+        self.list_bodies: deque[bytes] = deque()
+        """What the next lists answer, whatever there is."""
+        self.compacts_before_watch = False
+        """Once: the next watch comes too late."""
         self.watch_answers: deque[int] = deque()
         self.statuses: dict[tuple[str, str], int] = {}
         """Status of every call of a method to a path that ends so."""
         self.delay_s = 0.0
         self.is_mute = False
         """Watches stay open and tell nothing."""
+        self.ends_watches = True
+        """When their time is over; else never, as when a connection is dead and nobody knows."""
         self.changed = asyncio.Event()
         self._history: list[tuple[int, str, Object]] = []
         self._compacted = 0
@@ -212,6 +218,8 @@ class FakeApi:
         self.num_lists += 1
         if self.list_answers and (status := self.list_answers.popleft()) != 200:
             return _status(status)
+        if self.list_bodies:
+            return Response(self.list_bodies.popleft(), media_type="application/json")
         items = [item for item in self.slices.values() if _service(item) in (service, None)]
         return JSONResponse({"metadata": {"resourceVersion": str(self.version)}, "items": items})
 
@@ -219,6 +227,9 @@ class FakeApi:
         self.num_watches += 1
         if self.watch_answers and (status := self.watch_answers.popleft()) != 200:
             return _status(status)
+        if self.compacts_before_watch:
+            self.compacts_before_watch = False
+            self.compact()
         since = int(request.query_params["resourceVersion"])
         timeout_s = float(request.query_params["timeoutSeconds"])
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -233,7 +244,7 @@ class FakeApi:
 
     async def _lines(self, queue: "asyncio.Queue[Any]", service: str, timeout_s: float) -> AsyncIterator[bytes]:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s if self.ends_watches else None):
                 while (event := await queue.get()) is not None:
                     if isinstance(event, Broken):
                         raise event

@@ -2,28 +2,43 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
-from common.discovery_kubernetes import Backoff, KubernetesMembers
+from common import discovery_kubernetes, kubernetes_api
+from common.discovery_kubernetes import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff, KubernetesMembers
 from common.kubernetes_api import call, connect
 from common.members import Member
 from tests.kubernetes.fake_api import NAMESPACE, FakeApi, addresses, endpoint, endpoint_slice, fake_api
+from tests.paths import REPOSITORY
 
 SERVICE = "decoder"
+OUTAGE_S = float(os.environ.get("TANDEM_TEST_OUTAGE_S", "20"))
 PORTS = {"control": 7201}
 STATUSES = [401, 403, 410, 429, 500, 504]
 REASONS = ["unreachable", "malformed", "watch ended at once", *map(str, STATUSES)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outage() -> Iterator["subprocess.Popen[str]"]:
+    """A discovery thread whose server is away, in a process that waits while the other tests run."""
+    command = [sys.executable, "-m", "tests.kubernetes.outage", str(OUTAGE_S)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
 
 
 def decoders(name: str, *entries: Any, **fields: Any) -> Any:
@@ -189,6 +204,53 @@ async def test_a_slow_api_server_blocks_nothing_and_is_waited_for(api: FakeApi) 
         assert ticks > 20  # the event loop went on
 
 
+async def test_an_api_server_that_never_answers_is_given_up_and_asked_again(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_api, "READ_S", 0.1)
+    api.delay_s = 30.0
+    async with watching(api) as watched:
+        await api.until(lambda: watched.errors("unreachable") >= 2)
+        api.delay_s = 0.0
+        await watched.until("10.0.0.1")
+
+
+async def test_a_watch_over_a_dead_connection_is_given_up_and_listed_anew(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says that it is dead: neither does the server end the watch in its time, nor does anything break."""
+    monkeypatch.setattr(discovery_kubernetes, "SLACK_S", 0.1)
+    api.ends_watches = False
+    async with watching(api, relist_s=1.0) as watched:
+        await watched.until("10.0.0.1")
+        await api.until(lambda: api.num_open)
+        api.is_mute = True
+        api.put(decoders("d", endpoint("10.0.0.3")))
+        await watched.until("10.0.0.3")
+
+
+async def test_a_watch_from_a_version_that_is_gone_is_listed_anew(api: FakeApi) -> None:
+    """The history was compacted between the list and the watch: the watch itself answers with the error."""
+    api.compacts_before_watch = True
+    async with watching(api) as watched:
+        await api.until(lambda: api.num_lists >= 2)
+        assert watched.errors("410") >= 1
+        await api.until(lambda: api.num_open)
+        api.put(decoders("d", endpoint("10.0.0.4")))
+        await watched.until("10.0.0.4")
+
+
+async def test_an_answer_that_breaks_in_its_middle_or_is_no_list_changes_nothing(api: FakeApi) -> None:
+    async with watching(api) as watched:
+        await watched.until("10.0.0.1")
+        await api.until(lambda: api.num_open)
+        api.list_bodies.extend([b'{"metadata": {"resourceVersion": "9"}, "items": [', b"[]", b'{"items": []}', b"null"])
+        api.break_watches()
+        await api.until(lambda: not api.list_bodies and api.num_open)
+        assert watched.hosts == ["10.0.0.1"]
+        assert len(watched.told) == 1
+
+
 @pytest.mark.parametrize(
     "line", [b"not json\n", b"[]\n", b'{"type": "ADDED"}\n', b'"text"\n', b'{"type": "ERROR", "object": null}\n']
 )
@@ -282,27 +344,24 @@ def test_pauses_double_to_a_limit_and_half_of_each_is_drawn() -> None:
     assert most.next() == 0.5
 
 
-def cpu_seconds_of(thread: threading.Thread) -> float:
-    """User and system time of one thread."""
-    times = {entry.id: entry for entry in psutil.Process().threads()}[thread.native_id or 0]
-    return float(times.user_time + times.system_time)
+def test_a_minute_without_a_server_is_a_dozen_tries_at_most() -> None:
+    for luck in (0.0, 1.0):  # of the draw
+        pauses, elapsed, tries = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, lambda luck=luck: luck), 0.0, 0
+        while elapsed < 60.0:
+            elapsed, tries = elapsed + pauses.next(), tries + 1
+        assert 5 <= tries <= 10
 
 
-async def test_a_thread_that_waits_for_its_server_hardly_runs(api: FakeApi) -> None:
-    """With the pauses of production 60 s without a server are at most eight tries; here is what one costs."""
-    pauses = Backoff(0.5, 30.0, lambda: 0.0)
-    elapsed, tries = 0.0, 0
-    while elapsed < 60.0:
-        elapsed, tries = elapsed + pauses.next(), tries + 1
-    assert tries <= 10
-    async with watching(api) as watched:
-        await api.until(lambda: api.num_open)
-        await api.stop()
-        (thread,) = (t for t in threading.enumerate() if t.name == f"discovery-{watched.source.name}")
-        before_s, failed = cpu_seconds_of(thread), watched.errors("unreachable")
-        await api.until(lambda: watched.errors("unreachable") >= failed + 20)
-        per_try_s = (cpu_seconds_of(thread) - before_s) / 20
-    assert tries * per_try_s < 0.6  # one percent of a core over 60 s
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_thread_without_its_server_takes_less_than_a_hundredth_of_a_core(outage: "subprocess.Popen[str]") -> None:
+    """The pauses grow, so the first seconds are the costly ones of any outage: a minute costs less for each second."""
+    out, err = outage.communicate(timeout=OUTAGE_S + 60.0)
+    assert outage.returncode == 0, err
+    found = json.loads(out.splitlines()[-1])  # behind its log lines
+    assert found["tries"] >= 4
+    assert found["members"] == 1  # told once, and never taken back
+    assert 0.0 < found["processor_s"] < 0.01 * OUTAGE_S
 
 
 async def test_no_way_to_an_api_server_ends_the_source_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
