@@ -71,6 +71,8 @@ def _set_members(tier: TierScaler, members: "list[Member] | tuple[Member, ...]")
 
 async def open_autoscaler(settings: AutoscalerSettings) -> AutoscalerServer:
     """Connect. Raises ConfigError."""
+    if settings.leave_replicas and not settings.deletion_cost:
+        raise ConfigError("--leave-replicas leaves nothing to do without --deletion-cost")
     tiers = _tiers(settings)
     options = KubernetesOptions(settings.kubernetes_api, settings.discovery_relist_s)
     api = await asyncio.to_thread(connect, settings.kubernetes_api)
@@ -85,6 +87,7 @@ async def open_autoscaler(settings: AutoscalerSettings) -> AutoscalerServer:
         interval_s=settings.interval_s,
         is_dry_run=settings.dry_run,
         sets_costs=settings.deletion_cost,
+        leaves_replicas=settings.leave_replicas,
     )
     return AutoscalerServer(autoscaler, collector, _pods(settings, tiers, options), 60.0 + 10 * settings.interval_s)
 
@@ -125,6 +128,7 @@ def autoscaler(settings: Annotated[AutoscalerSettings, Parameter(name="*")]) -> 
 
     It asks the gateways for the work of each tier, and sets the replicas of two Deployments: up at once, down one at a
     time after a quiet window. Of several only one acts. Use it where there is neither KEDA nor an adapter for HPA.
+    Beside one of them, with --leave-replicas, it marks the idlest pods as those to go first.
     """
     configure_logs("autoscaler", settings.log_level, settings.log_format)
     facts: dict[str, object] = {"role": "autoscaler", "dry_run": settings.dry_run}

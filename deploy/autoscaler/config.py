@@ -57,6 +57,9 @@ class AutoscalerSettings:
     """Tell Kubernetes which pods have least to do (annotation pod-deletion-cost), so that these go first. Needs the
     right to patch pods."""
 
+    leave_replicas: bool = False
+    """Leave the replicas to another autoscaler, such as an HPA or KEDA, and set deletion costs alone."""
+
     encoder_service: str | None = None
     """Service whose endpoints name the encoders' pods, for --deletion-cost."""
 

@@ -68,6 +68,7 @@ class Autoscaler:
         interval_s: float,
         is_dry_run: bool = False,
         sets_costs: bool = False,
+        leaves_replicas: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers = tiers
@@ -76,7 +77,8 @@ class Autoscaler:
         self._election = election
         self._interval_s = interval_s
         self._is_dry_run = is_dry_run
-        self._sets_costs = sets_costs
+        self._sets_costs = sets_costs and not is_dry_run
+        self._leaves_replicas = leaves_replicas
         self._clock = clock
         self.looked_at = clock()
         """When the last look ended, for the liveness probe."""
@@ -97,6 +99,10 @@ class Autoscaler:
         IS_LEADER.set(leads and not self._is_dry_run)
         for tier in self._tiers:
             collected = await self._shares.collect(tier.tier)
+            if self._sets_costs and leads and collected.answered:
+                await self._set_costs(tier, collected.total, self._clock())
+            if self._leaves_replicas:
+                continue
             try:
                 await self._look_at(tier, collected, acts=leads)
             except KubernetesError as error:
@@ -126,11 +132,7 @@ class Autoscaler:
         wanted = desired(tier.state, tier.policy)
         WORK.labels(tier.tier).set(share.replicas)
         DESIRED.labels(tier.tier).set(wanted)
-        if not acts:
-            return
-        if self._sets_costs:
-            await self._set_costs(tier, share, now)
-        if wanted != scale.wanted:
+        if acts and wanted != scale.wanted:
             await self._scale(tier, scale, wanted, share)
 
     async def _scale(self, tier: TierScaler, scale: Scale, wanted: int, share: Share) -> None:

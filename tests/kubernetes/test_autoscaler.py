@@ -14,9 +14,12 @@ from structlog.testing import capture_logs
 
 from common.autoscale import Policy, Share, TierName
 from common.autoscale_shares import Collected, ShareCollector
+from common.errors import ConfigError
 from common.kubernetes_api import KubernetesError, connect
 from common.members import Member, StaticMembers
+from deploy.autoscaler.__main__ import open_autoscaler
 from deploy.autoscaler.cluster import DELETION_COST, Cluster, Lease
+from deploy.autoscaler.config import AutoscalerSettings
 from deploy.autoscaler.election import Election
 from deploy.autoscaler.scaler import Autoscaler, TierScaler, deletion_costs
 from deploy.local import free_port
@@ -243,6 +246,33 @@ async def test_pods_with_least_to_do_go_first(api: FakeApi) -> None:
     patches = [entry for entry in api.requests if entry[0] == "PATCH"]
     await stage.look(10)
     assert [entry for entry in api.requests if entry[0] == "PATCH"] == patches  # nothing changed
+
+
+async def test_beside_another_autoscaler_pods_are_marked_and_replicas_left_alone(api: FakeApi) -> None:
+    stage = Stage(api, sets_costs=True, leaves_replicas=True)
+    stage.tiers[0].members = [Member((f"tcp://10.0.0.{n}:7101",), True, f"encoder-{n}") for n in (1, 2)]
+    stage.shares.loads = {"tcp://10.0.0.1:7101": 9.0}
+    stage.shares.work["encoder"] = 4.3
+    await stage.look(2)
+    assert set(api.pods) == {"encoder-1", "encoder-2"}
+    assert not [path for _, path in api.requests if path.endswith("/scale")]
+    other = Stage(api, "two", sets_costs=True, leaves_replicas=True)  # it does not lead
+    other.tiers[0].members = [Member(("tcp://10.0.0.3:7101",), True, "encoder-3")]
+    await other.look()
+    assert "encoder-3" not in api.pods
+
+
+async def test_a_dry_run_marks_no_pods(api: FakeApi) -> None:
+    stage = Stage(api, is_dry_run=True, sets_costs=True)
+    stage.tiers[0].members = [Member(("tcp://10.0.0.1:7101",), True, "encoder-1")]
+    await stage.look()
+    assert {method for method, _ in api.requests} == {"GET"}
+
+
+def test_leaving_the_replicas_without_marking_pods_is_no_work_at_all() -> None:
+    settings = AutoscalerSettings(gateways=("http://g:8000",), encoder_deployment="encoders", leave_replicas=True)
+    with pytest.raises(ConfigError, match="--deletion-cost"):
+        asyncio.run(open_autoscaler(settings))
 
 
 async def test_a_right_to_pods_that_is_missing_does_not_keep_it_from_scaling(api: FakeApi) -> None:

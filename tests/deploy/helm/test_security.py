@@ -53,7 +53,7 @@ def restricted_violations(pod: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("mode", ["hpa", "builtin"])
 def test_every_pod_meets_the_restricted_standard(mode: str) -> None:
     pods = dict(render({**EVERYTHING, "autoscaling.mode": mode}).pod_specs())
-    assert len(pods) == (5 if mode == "hpa" else 6)
+    assert len(pods) == 6  # with hpa the autoscaler marks pods
     assert {name: restricted_violations(pod) for name, pod in pods.items()} == {name: [] for name in pods}
 
 
@@ -80,9 +80,9 @@ def test_the_autoscaler_may_scale_two_deployments_and_hold_one_lease() -> None:
     lease = f"{RELEASE}-tandem-autoscaler"
     assert by_resource == [
         (["deployments/scale"], [f"{RELEASE}-tandem-encoder", f"{RELEASE}-tandem-decoder"], ["get", "update"]),
+        (["events"], None, ["create"]),
         (["leases"], None, ["create"]),
         (["leases"], [lease], ["get", "update"]),
-        (["events"], None, ["create"]),
         (["endpointslices"], None, ["get", "list", "watch"]),
     ]
 
@@ -94,6 +94,15 @@ def test_patching_pods_is_allowed_only_for_deletion_costs() -> None:
         "resources": ["pods"],
         "verbs": ["patch"],
     }
+
+
+@pytest.mark.parametrize("mode", ["hpa", "keda"])
+def test_beside_another_autoscaler_it_may_mark_pods_and_scale_nothing(mode: str) -> None:
+    values = {**INSECURE, "autoscaling.mode": mode, "autoscaling.builtin.deletionCost": "true"}
+    rules = render(values).one("Role", "autoscaler")["rules"]
+    assert [rule["resources"] for rule in rules] == [["leases"], ["leases"], ["endpointslices"], ["pods"]]
+    names = [item["metadata"]["name"] for item in render({**INSECURE, "autoscaling.mode": mode}).objects]
+    assert not [name for name in names if name.endswith("-autoscaler")]
 
 
 def test_no_role_reaches_beyond_the_namespace_and_no_secret_is_made() -> None:

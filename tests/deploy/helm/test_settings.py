@@ -163,6 +163,14 @@ def test_the_autoscaler_is_told_its_bounds_its_window_and_its_lease() -> None:
     assert settings.deletion_cost
 
 
+def test_beside_another_autoscaler_it_is_told_to_leave_the_replicas_alone() -> None:
+    settings = settings_of(render({**EVERYTHING, "autoscaling.mode": "keda"}), "autoscaler")
+    assert settings.leave_replicas
+    assert settings.deletion_cost
+    assert settings.decoder_service == f"{RELEASE}-tandem-decoder"
+    assert not settings_of(render(EVERYTHING), "autoscaler").leave_replicas
+
+
 def test_the_api_keys_are_a_file_that_is_mounted_whole() -> None:
     """A file of a mounted folder follows its secret; one that is mounted by itself does not."""
     rendered = render(EVERYTHING)

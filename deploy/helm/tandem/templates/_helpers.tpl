@@ -102,6 +102,12 @@ exec:
 {{- if and (ne .root.Values.autoscaling.mode "none") (index .root.Values.autoscaling .tier).enabled -}}true{{- end -}}
 {{- end -}}
 
+{{/* "true" when `tandem autoscaler` runs: to scale, or to mark pods for the autoscaler that does. */}}
+{{- define "tandem.hasAutoscaler" -}}
+{{- $auto := .Values.autoscaling -}}
+{{- if or (eq $auto.mode "builtin") (and (ne $auto.mode "none") $auto.builtin.deletionCost) -}}true{{- end -}}
+{{- end -}}
+
 {{/* "true" when a tier reads EndpointSlices. */}}
 {{- define "tandem.readsSlices" -}}
 {{- if and (eq .root.Values.discovery.mode "kubernetes") (has .tier (list "gateway" "decoder")) -}}true{{- end -}}
