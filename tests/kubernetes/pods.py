@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +23,21 @@ from tests.kubernetes.fake_api import NAMESPACE, FakeApi, endpoint, endpoint_sli
 ENCODER = ("encoder", {"control": 7101, "data": 7102}, 7100)
 DECODER = ("decoder", {"control": 7201}, 7200)
 READY_S = 150.0
+WORK = {"encoder": "tandem_encoder_leases", "decoder": "tandem_decoder_active_requests"}  # metric of what a pod has
 _hosts = itertools.count(1)
 
 
 def next_host() -> str:
     """A loopback address that no other process of this test run has."""
     return f"127.{64 + os.getpid() % 64}.{os.getpid() // 64 % 250 + 1}.{next(_hosts) % 250 + 1}"
+
+
+async def metric_at(url: str, name: str) -> float:
+    """A metric without labels of the process at `url`."""
+    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+        text = (await client.get(f"{url}/metrics")).text
+    (value,) = (line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"{name} "))
+    return float(value)
 
 
 def _serve(role: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
@@ -93,6 +102,7 @@ class Pod:
     log: Path
     environment: dict[str, str]
     host: str = field(default_factory=next_host)
+    work_at_signal: float = -1.0
     seconds_to_end: float = -1.0
 
     def __post_init__(self) -> None:
@@ -104,12 +114,28 @@ class Pod:
     def name(self) -> str:
         return f"{self.role}-{self.host.rpartition('.')[2]}"
 
+    @property
+    def url(self) -> str:
+        """Of its probes and metrics."""
+        return f"http://{self.host}:{self.http_port}"
+
     async def start(self) -> None:
         """Start the process and wait until its readiness probe succeeds."""
-        await self.service.start(f"http://{self.host}:{self.http_port}/ready")
+        await self.service.start(f"{self.url}/ready")
+
+    async def work(self) -> float:
+        """How many requests a decoder runs, or how many leases an encoder holds."""
+        return await metric_at(self.url, WORK[self.role])
+
+    async def until_it_works(self) -> None:
+        """Return when it has something to do."""
+        async with asyncio.timeout(30.0):
+            while not await self.work():  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.01)
 
     async def end(self, grace_s: float) -> int:
         """SIGTERM, and the exit code."""
+        self.work_at_signal = await self.work()
         began = time.monotonic()
         code = await self.service.end(grace_s)
         self.seconds_to_end = time.monotonic() - began
@@ -126,14 +152,15 @@ class Deployment:
         folder: Path,
         environment: dict[str, str],
         *,
-        pre_stop_s: float,
+        pre_stops_s: Sequence[float],
         grace_s: float,
     ) -> None:
+        """`pre_stops_s` are the pauses between a slice and a signal, for one pod after the other, again and again."""
         self._api = api
         self._tier = tier
         self._folder = folder
         self._environment = environment
-        self._pre_stop_s = pre_stop_s
+        self._pre_stops_s = itertools.cycle(pre_stops_s)
         self._grace_s = grace_s
         self._number = itertools.count()
         self.pods: list[Pod] = []
@@ -149,10 +176,12 @@ class Deployment:
         self._tell(pod)
 
     async def scale_down(self) -> None:
-        """The oldest pod ends: not ready at once, then its hook, its signal, and gone."""
+        """The oldest pod ends while it works: not ready at once, then its hook, its signal, and gone."""
         pod = self.pods.pop(0)
+        if pod.role == "decoder":  # an encoder's work is too short to be met
+            await pod.until_it_works()
         self._tell(pod, ready=False, serving=True, terminating=True)
-        await asyncio.sleep(self._pre_stop_s)
+        await asyncio.sleep(next(self._pre_stops_s))
         code = await pod.end(self._grace_s)
         self.ended.append((pod, code))
         self._api.delete(pod.name)
