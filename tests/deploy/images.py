@@ -5,7 +5,10 @@ of the service, SIGTERM heard by it, no torch in the gateway's. Needs root on a 
 exit code 77 (skipped) where it cannot run. Not part of `make test`: it takes minutes and some gigabytes.
 """
 
+import ast
+import configparser
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -26,6 +29,10 @@ EXIT_SKIPPED = 77
 PORTS = {"gateway": 8000, "encoder": 7100, "decoder": 7200}
 DEMO_MODEL = "/opt/tandem/app/demo/model"
 START_TIMEOUT_S = 120.0
+# As a container has them: torch asks /proc and /sys what the processor can. Nobody else sees these mounts.
+ENTER = (
+    'for d in proc sys dev; do mount --rbind "/$d" "$0/$d" || exit; done; exec chroot --userspec=10001:10001 "$0" "$@"'
+)
 
 
 def main() -> None:
@@ -57,15 +64,26 @@ def missing_tools() -> Iterator[str]:
 
 def buildah(*arguments: str, quiet: bool = True) -> str:
     """Run buildah with a store of its own, and return what it printed."""
-    command = ["buildah", "--storage-driver", "vfs", "--root", str(WORK / "store"), "--runroot", str(WORK / "run")]
-    done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE if quiet else None, text=True, check=True)
+    command = [*_storage(storage_driver()), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE if quiet else None, text=True, check=True)
     return (done.stdout or "").strip()
+
+
+def _storage(driver: str) -> list[str]:
+    folder = WORK / driver
+    return ["buildah", "--storage-driver", driver, "--root", str(folder / "store"), "--runroot", str(folder / "run")]
+
+
+@functools.cache
+def storage_driver() -> str:
+    """`overlay` where the kernel has it: with `vfs` every layer is a whole copy, 45 GB for the encoder's image."""
+    done = subprocess.run([*_storage("overlay"), "info"], capture_output=True, check=False)
+    return "overlay" if done.returncode == 0 else "vfs"
 
 
 def make_base() -> None:
     """An image with Debian and Python, of the packages that this machine installs from."""
-    with contextlib.suppress(subprocess.CalledProcessError):
-        buildah("inspect", "--type", "image", BASE_IMAGE)
+    if BASE_IMAGE in buildah("images", "--format", "{{.Name}}").split():
         return
     root = WORK / "base"
     if not (root / "usr" / "bin" / "python3").exists():
@@ -99,24 +117,42 @@ def mirror() -> str:
 def build(target: str) -> str:
     """Build one image, with pip set up as on this machine."""
     image = f"localhost/tandem-{target}"
-    arguments = ["bud", "--isolation", "chroot", "--layers", "--format", "docker"]
+    arguments = ["bud", "--isolation", "chroot", "--format", "docker"]
+    arguments += ["--layers"] if storage_driver() == "overlay" else []
     arguments += ["--file", str(REPOSITORY / "deploy" / "Dockerfile")]
     arguments += ["--target", target, "--tag", image, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}"]
     arguments += ["--build-arg", f"BUILD_IMAGE={BASE_IMAGE}"]
-    arguments += [f"--volume={path}:{path}:ro" for path in pip_paths()]
+    arguments += [f"--volume={volume}" for volume in pip_volumes()]
     buildah(*arguments, str(REPOSITORY), quiet=False)
     return image
 
 
-def pip_paths() -> list[str]:
-    """Files and folders of this machine that its pip needs: its settings, certificates and local wheels."""
+def pip_settings() -> dict[str, str]:
+    """How this machine's pip is set up, by files and by its environment, as its configuration file would say it."""
     done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    words = done.stdout.replace("'", " ").replace("\\n", " ").replace("file://", " ").split()
-    paths = {word for word in words if word.startswith("/") and Path(word).exists()} | {"/etc/ssl/certs"}
-    if Path("/etc/pip.conf").exists():
-        paths.add("/etc/pip.conf")
+    found: dict[str, dict[str, str]] = {"global": {}, ":env:": {}}
+    for line in done.stdout.splitlines():
+        name, _, value = line.partition("=")
+        level, _, key = name.rpartition(".")
+        found.setdefault(level, {})[key] = str(ast.literal_eval(value))
+    return found["global"] | found[":env:"]
+
+
+def pip_volumes() -> list[str]:
+    """What the builds' pip needs of this machine: its settings, and the files and folders that they name."""
+    settings = pip_settings()
+    parser = configparser.ConfigParser(interpolation=None)
+    parser["global"] = settings
+    with (WORK / "pip.conf").open("w") as file:
+        parser.write(file)
+    words = " ".join(settings.values()).split()
+    # The files of an index lie beside it.
+    indexes = {str(Path(word.removeprefix("file://")).parent) for word in words if word.startswith("file://")}
+    paths = {word for word in words if word.startswith("/")} | indexes | {"/etc/ssl/certs"}
+    there = {path for path in paths if Path(path).exists()}
     # A file inside a folder that is mounted is there already.
-    return sorted(path for path in paths if not any(path != other and path.startswith(f"{other}/") for other in paths))
+    outer = sorted(path for path in there if not any(path != other and path.startswith(f"{other}/") for other in there))
+    return [f"{WORK / 'pip.conf'}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in outer)]
 
 
 def check_configuration(target: str, image: str) -> None:
@@ -152,18 +188,23 @@ def check_life(target: str, root: Path) -> None:
 
     A chroot stands for the container: buildah's own run puts a process of its own in front.
     """
-    chroot = shutil.which("chroot", path="/usr/sbin:/sbin:/usr/bin")
-    assert chroot is not None
-    command = ["/opt/tandem/venv/bin/tandem", target, "--model", DEMO_MODEL, "--served-model-name", "tandem-demo"]
+    enter = ["unshare", "--mount", "sh", "-c", ENTER, str(root)]
+    command = [
+        *enter,
+        "/opt/tandem/venv/bin/tandem",
+        target,
+        "--model",
+        DEMO_MODEL,
+        "--served-model-name",
+        "tandem-demo",
+    ]
     environment = {
         "HOME": "/tmp",
         "PYTHONPATH": "/opt/tandem/app",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PATH": "/opt/tandem/venv/bin:/usr/bin:/bin",
+        "PATH": "/opt/tandem/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     }
-    process = subprocess.Popen(
-        [chroot, "--userspec=10001:10001", str(root), *command], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         path = "health" if target == "gateway" else "ready"
         wait_for(f"http://127.0.0.1:{PORTS[target]}/{path}", process)
