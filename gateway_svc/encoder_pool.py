@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import structlog
 import zmq.asyncio
 
-from common.addresses import EncoderAddress
 from common.errors import EncoderUnavailable, ModelFailure, PeerUnreachable, ProtocolError, TandemError
 from common.link import Link
 from common.link_set import LinkSet
@@ -89,12 +88,11 @@ class _Waiting:
 
 
 class EncoderPool:
-    """All encoders that were configured or discovered. The owner awaits `run`."""
+    """All encoders that are members. The owner awaits `run`."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        addresses: Sequence[EncoderAddress],
         hello: Callable[[], Hello],
         *,
         keys: CurveKeys | None,
@@ -129,7 +127,6 @@ class EncoderPool:
 
         self._members = LinkSet(
             connect,
-            [Member((address.control, address.data)) for address in addresses],
             links_of=lambda peer: (peer.control, peer.data),
             is_busy=self._has_calls,
             on_change=self._changed,

@@ -15,7 +15,6 @@ import structlog
 import zmq.asyncio
 
 from common import __version__
-from common.addresses import EncoderAddress
 from common.embedding_cache import EmbeddingCache, FleetFacts, Survey
 from common.errors import (
     DeadlineExceeded,
@@ -62,18 +61,15 @@ class Fleet:
         *,
         model: str,
         instance_id: str | None,
-        encoders: Sequence[EncoderAddress] = (),
-        decoders: Sequence[str] = (),
+        encoder_source: MemberSource,
+        decoder_source: MemberSource,
         cache: EmbeddingCache | None,
         keys: CurveKeys | None,
         encoder_wait_s: float = ENCODER_WAIT_S,
         decoder_wait_s: float = DECODER_WAIT_S,
         video_settings: VideoSettings | None = None,
         encoder_patches_per_s: float = DEFAULT_PATCHES_PER_S,
-        encoder_source: MemberSource | None = None,
-        decoder_source: MemberSource | None = None,
     ) -> None:
-        """A source, where one is given, tells who there is instead of the addresses, also while the fleet runs."""
         self._model = model
         self._cache = cache
         self._encoder_wait_s = encoder_wait_s
@@ -90,13 +86,12 @@ class Fleet:
         )
         self.encoders = EncoderPool(
             context,
-            encoders,
             self.hello,
             keys=keys,
             on_change=self._on_encoder_change,
             patches_per_s=encoder_patches_per_s,
         )
-        self.decoders = DecoderPool(context, decoders, self.hello, keys=keys)
+        self.decoders = DecoderPool(context, self.hello, keys=keys)
         self.autoscale = Autoscale(self.encoders, self.decoders, self._hello.instance_id)
         self.drain = Drain()
         self._encoder_source = encoder_source
@@ -111,10 +106,8 @@ class Fleet:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.encoders.run())
             tasks.create_task(self.decoders.run())
-            if self._encoder_source is not None:
-                tasks.create_task(self._encoder_source.run(self.encoders.set_members))
-            if self._decoder_source is not None:
-                tasks.create_task(self._decoder_source.run(self.decoders.set_members))
+            tasks.create_task(self._encoder_source.run(self.encoders.set_members))
+            tasks.create_task(self._decoder_source.run(self.decoders.set_members))
             tasks.create_task(self._measure())
             if self._cache is not None:
                 tasks.create_task(self._remember(self._cache))
@@ -281,14 +274,9 @@ class Fleet:
                 "other_models": self.encoders.num_of_other_models,
             },
             "draining": self.drain.is_draining,
-            **self._discovery(),
+            "discovery": {"encoders": self._encoder_source.status(), "decoders": self._decoder_source.status()},
             "redis": "off" if self._cache is None else "ok" if self._cache.is_available else "failing",
         }
-
-    def _discovery(self) -> dict[str, object]:
-        sources = {"encoders": self._encoder_source, "decoders": self._decoder_source}
-        found = {tier: source.status() for tier, source in sources.items() if source is not None}
-        return {"discovery": found} if found else {}
 
     def _ready_fingerprint(self) -> str | None:
         hellos = [hello for peer in self.encoders.ready().values() if (hello := peer.hello) is not None]

@@ -32,7 +32,6 @@ class World:
                 on_message=lambda link, message, payload: None,
                 heartbeat_s=0.02,
             ),
-            [],
             links_of=lambda link: (link,),
             is_busy=lambda link: link.endpoint in self.busy,
             on_change=lambda: self.changes.append(1),

@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from common.embedding import ExpectedEmbedding, checksum
 from common.errors import EncoderUnavailable, ProtocolError, TandemError
-from common.members import Member
+from common.members import Member, StaticMembers
 from common.messages import (
     MAX_CHUNK_BYTES,
     AnyMessage,
@@ -100,7 +100,9 @@ async def fetching(script: Script, *, stall_s: float = 5.0) -> AsyncIterator[tup
     context = zmq.asyncio.Context()
     router = Router(context, "tcp://127.0.0.1:0", name="data", max_payload_bytes=MAX_CHUNK_BYTES)
     encoder = FakeEncoder(router, script, asyncio.Queue())
-    fetcher = EncoderFetcher(context, [router.endpoint], lambda: hello("decoder"), stall_s=stall_s)
+    fetcher = EncoderFetcher(
+        context, lambda: hello("decoder"), source=StaticMembers([Member((router.endpoint,))]), stall_s=stall_s
+    )
     tasks = [asyncio.create_task(encoder.run()), asyncio.create_task(fetcher.run())]
     try:
         async with asyncio.timeout(10):

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.addresses import EncoderAddress
 from common.embedding_cache import EmbeddingCache
+from common.members import Member
 from common.messages import EncodeReply, MediaOptions, Release
 from encoder_svc.__main__ import _load, _Loaded
 from encoder_svc.embedding_store import HeldEmbedding
@@ -107,11 +107,11 @@ async def gateway_to(benches: Sequence[Bench]) -> AsyncIterator[EncoderPool]:
     with zmq_context() as context:
         pool = EncoderPool(
             context,
-            [EncoderAddress(one.parts.control.endpoint, one.parts.data.endpoint) for one in benches],
             lambda: hello("gateway", "g"),
             keys=None,
             on_change=lambda: None,
         )
+        pool.set_members([Member((one.parts.control.endpoint, one.parts.data.endpoint)) for one in benches])
         async with background(pool.run()):
             await eventually(lambda: len(pool.ready()) == len(benches))
             yield pool

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq.asyncio
 
-from common.addresses import EncoderAddress
 from common.errors import TandemError
+from common.members import Member
 from common.messages import AnyMessage, Cancel, EncodeReply, EncodeRequest, Hello, LoadReport, ProbeReply, ProbeRequest
 from common.transport import Router
 from common.wire import error_detail
@@ -42,8 +42,8 @@ class FakeEncoder:
     gateways: set[bytes] = field(default_factory=set)
 
     @property
-    def address(self) -> EncoderAddress:
-        return EncoderAddress(self.control.endpoint, self.data.endpoint)
+    def member(self) -> Member:
+        return Member((self.control.endpoint, self.data.endpoint))
 
     @property
     def cancelled(self) -> list[str]:
@@ -117,11 +117,11 @@ async def pool_of(context: zmq.asyncio.Context, encoders: list[FakeEncoder]) -> 
     """A pool that is connected to all of them."""
     pool = EncoderPool(
         context,
-        [encoder.address for encoder in encoders],
         lambda: hello("gateway", "g"),
         keys=None,
         on_change=lambda: None,
     )
+    pool.set_members([encoder.member for encoder in encoders])
     async with background(pool.run(), *(encoder.run() for encoder in encoders)):
         await eventually(lambda: len(pool.ready()) == len(encoders))
         yield pool

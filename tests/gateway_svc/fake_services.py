@@ -8,10 +8,10 @@ from typing import Any
 
 import zmq.asyncio
 
-from common.addresses import EncoderAddress
 from common.embedding import ExpectedEmbedding
 from common.embedding_cache import FleetFacts, Located
 from common.errors import TandemError
+from common.members import Member, StaticMembers
 from common.messages import (
     AnyMessage,
     Cancel,
@@ -146,8 +146,8 @@ class FakeEncoder:
         self._waiting: list[tuple[bytes, EncodeRequest]] = []
 
     @property
-    def address(self) -> EncoderAddress:
-        return EncoderAddress(self.control.endpoint, self.data.endpoint)
+    def member(self) -> Member:
+        return Member((self.control.endpoint, self.data.endpoint))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -267,8 +267,8 @@ async def fake_fleet(
         context,
         model="tiny",
         instance_id="gateway-1",
-        encoders=[encoder.address for encoder in encoders],
-        decoders=[decoder.router.endpoint for decoder in decoders],
+        encoder_source=StaticMembers([encoder.member for encoder in encoders]),
+        decoder_source=StaticMembers([Member((decoder.router.endpoint,)) for decoder in decoders]),
         cache=cache,  # type: ignore[arg-type]
         keys=None,
         encoder_wait_s=encoder_wait_s,

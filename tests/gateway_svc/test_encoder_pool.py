@@ -177,7 +177,8 @@ async def test_an_encoder_that_returns_is_used_again_without_a_restart_of_anythi
     """K8S-08: the process dies, and another one answers at the same address."""
     with zmq_context() as context, tempfile.TemporaryDirectory(prefix="tdm") as folder:
         [first] = fake_encoders(context, folder, 1)
-        pool = EncoderPool(context, [first.address], lambda: first.hello, keys=None, on_change=lambda: None)
+        pool = EncoderPool(context, lambda: first.hello, keys=None, on_change=lambda: None)
+        pool.set_members([first.member])
         async with background(pool.run()):
             async with background(first.run()):
                 await eventually(pool.ready)

@@ -137,6 +137,10 @@ async def test_the_state_of_the_fleet_is_told() -> None:
             "encoders": {"ready": 1, "configured": 1, "other_models": 0},
             "redis": "ok",
             "draining": False,
+            "discovery": {
+                "encoders": {"source": "static", "members": 1},
+                "decoders": {"source": "static", "members": 2},
+            },
         }
         for decoder in world.decoders:
             decoder.die()

@@ -1,6 +1,7 @@
 """A gateway whose peers come and go: running requests end where they run, new ones go to who is there."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,11 +12,13 @@ import zmq.asyncio
 from common.discovery import DnsMembers
 from common.discovery_kubernetes import KubernetesMembers
 from common.kubernetes_api import connect
-from common.members import MemberSource
+from common.members import MemberSource, StaticMembers
 from common.messages import GenerateRequest, SamplingParams
 from common.transport import Router
+from decoder_svc.embedding_fetch import EncoderFetcher
 from gateway_svc.fleet import Fleet
-from tests.common.sockets import background
+from tests.common.sockets import background, hello
+from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder
 from tests.gateway_svc.fake_services import FakeDecoder
 from tests.kubernetes.fake_api import NAMESPACE, FakeApi, endpoint, endpoint_slice, fake_api
 from tests.kubernetes.pods import next_host
@@ -33,18 +36,26 @@ class PlacedDecoder(FakeDecoder):
 
 
 class World:
-    """A real fleet and fake decoders."""
+    """A real fleet and fake decoders and encoders, which sources tell of."""
 
-    def __init__(self, context: zmq.asyncio.Context, source: MemberSource) -> None:
+    def __init__(self, context: zmq.asyncio.Context, decoders: MemberSource, encoders: MemberSource) -> None:
         self.context = context
-        self.fleet = Fleet(context, model="tiny", instance_id="gateway-1", cache=None, keys=None, decoder_source=source)
+        self.fleet = Fleet(
+            context,
+            model="tiny",
+            instance_id="gateway-1",
+            cache=None,
+            keys=None,
+            encoder_source=encoders,
+            decoder_source=decoders,
+        )
 
     @property
     def ready(self) -> list[str]:
         return sorted(link.peer.instance_id for link in self.fleet.decoders.ready if link.peer is not None)
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(15):
             while not condition():  # noqa: ASYNC110 - links have no event for all that is waited for
                 await asyncio.sleep(0.005)
 
@@ -64,10 +75,18 @@ class World:
         return asyncio.create_task(events())
 
 
+def placed_encoder(context: zmq.asyncio.Context, name: str, ports: Sequence[int] = (0, 0)) -> tuple[str, FakeEncoder]:
+    """A fake encoder at an address of its own, and that address."""
+    host = next_host()
+    control, data = (Router(context, f"tcp://{host}:{port}", name="test") for port in ports)
+    return host, FakeEncoder(control, data, hello("encoder", name, model="tiny", fingerprint=FINGERPRINT))
+
+
 @asynccontextmanager
-async def world(source: MemberSource) -> AsyncIterator[World]:
+async def world(decoders: MemberSource | None = None, encoders: MemberSource | None = None) -> AsyncIterator[World]:
     context = zmq.asyncio.Context()
-    found = World(context, source)
+    nobody = StaticMembers([])
+    found = World(context, decoders or nobody, encoders or nobody)
     try:
         async with background(found.fleet.run()):
             yield found
@@ -131,8 +150,36 @@ async def test_the_fleet_goes_on_with_whom_it_knows_while_the_api_server_is_away
                 assert shown["decoders"]["failing"] == "unreachable"  # type: ignore[index]
 
 
+async def test_an_encoder_that_restarts_at_another_address_behind_its_name_is_used_again_within_10_s() -> None:
+    """K8S-08: the name leads elsewhere, and neither gateways nor decoders are restarted.
+
+    Both look the name up at the pace of production; a decoder fetches from the encoder that it has never met before.
+    """
+    context = zmq.asyncio.Context()
+    host, first = placed_encoder(context, "first")
+    ports = [int(endpoint.rpartition(":")[2]) for endpoint in first.member.endpoints]
+    answer = [host]
+
+    def name() -> DnsMembers:
+        return DnsMembers("encoder.shop", ports, look_up=lambda host: list(answer))
+
+    fetcher = EncoderFetcher(context, lambda: hello("decoder", "d"), source=name())
+    async with world(encoders=name()) as w, background(fetcher.run()):
+        async with background(first.run()):
+            await w.until(lambda: list(w.fleet.encoders.ready()) == ["first"] and fetcher.encoder_ids == ["first"])
+        first.close()
+        host, second = placed_encoder(context, "second", ports)
+        async with background(second.run()):
+            answer[:] = [host]
+            began = time.monotonic()
+            await w.until(lambda: list(w.fleet.encoders.ready()) == ["second"] == fetcher.encoder_ids)
+            assert time.monotonic() - began < 10.0
+            assert len(w.fleet.encoders.peers) == 1
+    context.destroy(linger=0)
+
+
 async def test_a_decoder_that_restarts_at_another_address_behind_its_name_is_used_again() -> None:
-    """K8S-08: an old connection that keeps trying the old address is left, and nobody else is restarted."""
+    """An old connection that keeps trying the old address is left, and nobody else is restarted."""
     answer: list[str] = []
     with_port: list[int] = []
     context = zmq.asyncio.Context()

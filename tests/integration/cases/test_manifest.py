@@ -20,7 +20,7 @@ TESTED_INSIDE = {
     "K8S-01": "tests/common/test_service.py::test_health_answers_while_the_service_loads_and_ready_says_no",
     "K8S-04": "tests/deploy/helm/test_images.py::test_the_first_process_is_the_service_and_not_a_shell",
     "K8S-08": "tests/kubernetes/test_membership.py"
-    "::test_a_decoder_that_restarts_at_another_address_behind_its_name_is_used_again",
+    "::test_an_encoder_that_restarts_at_another_address_behind_its_name_is_used_again_within_10_s",
     "K8S-10": "tests/deploy/helm/test_chart.py::test_scaling_down_is_slow_and_scaling_up_is_not",
     "K8S-12": "tests/deploy/helm/test_chart.py::test_the_grace_period_is_longer_than_the_sleep_and_the_drain",
     "K8S-14": "tests/deploy/helm/test_chart.py::test_a_busy_pod_is_not_restarted_and_a_slow_start_is_waited_for",
