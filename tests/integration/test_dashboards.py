@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from openai import AsyncOpenAI
 
 from deploy.local import free_port
+from tests.deploy.helm.test_monitoring import HISTOGRAM_SUFFIX, METRIC, expressions
 from tests.deploy.helm.tools import prometheus
 from tests.deploy.helm.values_schema import CHART
 from tests.integration.conftest import picture_message, text_message
@@ -83,6 +85,38 @@ async def ask(client: AsyncOpenAI, seed: int) -> None:
         await client.chat.completions.create(model="tiny", messages=message, max_completion_tokens=4)
 
 
+# What scales a tier, or shows that it should: a scaler takes an absent series for an error, or for nothing to do.
+IDLE = {
+    "gateway-0": [
+        'tandem_autoscale_replicas{tier="encoder"}',
+        'tandem_autoscale_replicas{tier="decoder"}',
+        "tandem_autoscale_backlog_seconds",
+        "tandem_autoscale_backlog_patches",
+        "tandem_autoscale_occupancy",
+        "tandem_autoscale_held_requests",
+    ],
+    "encoder-0": ["tandem_encoder_queued_patches", "tandem_encoder_queued_bytes"],
+    "decoder-0": ["tandem_decoder_waiting", "tandem_decoder_running", "tandem_decoder_backlog_seconds"],
+}
+
+
+async def check_idle(stack: Stack) -> None:
+    """K8S-10: with no traffic each signal is there and 0, and a process has every metric that the chart asks for."""
+    defined: set[str] = set()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for name, url in stack.plan.ready_urls.items():
+            text = (await client.get(url.replace("/ready", "/metrics"))).text
+            values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+            assert {series: float(values[series]) for series in IDLE[name]} == dict.fromkeys(IDLE[name], 0.0)
+            defined |= set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+    asked = {
+        name for query in expressions().values() for name in METRIC.findall(query.replace("namespace:tandem_", ""))
+    }
+    of_clusters = {name for name in asked if name.startswith(("tandem_autoscaler_", "tandem_discovery_"))}
+    missing = {name for name in asked - of_clusters if not {name, HISTOGRAM_SUFFIX.sub("", name)} & defined}
+    assert missing == set()
+
+
 async def test_every_panel_has_data(tiny_checkpoint: Path, tmp_path: Path) -> None:
     prometheus()  # before anything is started: it may have to be fetched
     missing = queries()
@@ -92,6 +126,7 @@ async def test_every_panel_has_data(tiny_checkpoint: Path, tmp_path: Path) -> No
         running_prometheus(tmp_path, configuration(stack)) as client,
         stack.client() as openai,
     ):
+        await check_idle(stack)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60):
                 for seed in itertools.count():
