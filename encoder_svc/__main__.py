@@ -133,7 +133,8 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
         batch_limits=BatchLimits(
             max_patches=settings.max_patches_per_batch,
             max_items=settings.max_items_per_batch,
-            max_slice_patches=min(settings.max_patches_per_slice, settings.max_patches_per_batch),
+            max_slice_patches=settings.max_patches_per_slice,
+            max_slice_s=settings.max_slice_s,
             max_wait_s=settings.max_batch_wait_s,
         ),
         queue_limits=QueueLimits(settings.max_queued_patches, settings.max_queued_bytes),

@@ -7,6 +7,7 @@ blocks; knows nothing of requests, keys or memory.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,11 +40,15 @@ STALL_AT_MOST_S = 600.0
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What one forward may hold, and how long a batch that is not full may wait for items being prepared."""
+    """What one forward may hold, and how long a batch that is not full may wait for items being prepared.
+
+    A slice of a video is bounded by its patches, and by its seconds at the rate that the tower has shown.
+    """
 
     max_patches: int
     max_items: int
     max_slice_patches: int
+    max_slice_s: float = math.inf
     max_wait_s: float = 0.0
 
 
@@ -78,7 +83,7 @@ class BatchLoop:
         self._batcher: Batcher[_Ready] = Batcher(
             limits.max_patches,
             limits.max_items,
-            max_slice_patches=limits.max_slice_patches,
+            max_slice_patches=self._max_slice_patches,
             is_wanted=lambda ready: not ready.done.done(),
         )
         self._changed = asyncio.Event()
@@ -138,6 +143,10 @@ class BatchLoop:
             await self._wait_for_more()
             if batch := self._batcher.next_batch():
                 await self._run_batch(batch)
+
+    def _max_slice_patches(self) -> float:
+        rate = self._runner.patches_per_s or math.inf
+        return min(self._limits.max_slice_patches, rate * self._limits.max_slice_s)
 
     async def _wait_for_more(self) -> None:
         """Give items that are being prepared a moment to join, never more than the batch itself will take."""

@@ -5,6 +5,7 @@ what else waits runs between its slices, so no image waits for more than one of 
 clock. What cannot be cut and exceeds the patch limit runs alone, so nothing waits for ever.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,19 +36,22 @@ class _Waiting(Generic[T]):
 
 
 class Batcher(Generic[T]):
-    """A queue that is taken in batches. What `is_wanted` denies meanwhile is dropped instead of taken."""
+    """A queue that is taken in batches. What `is_wanted` denies meanwhile is dropped instead of taken.
+
+    `max_slice_patches` may change as the tower's rate does: it is asked for each item and each slice.
+    """
 
     def __init__(
         self,
         max_patches: int,
         max_items: int,
         *,
-        max_slice_patches: int | None = None,
+        max_slice_patches: Callable[[], float] = lambda: math.inf,
         is_wanted: Callable[[T], bool] = lambda item: True,
     ) -> None:
         self._max_patches = max_patches
         self._max_items = max_items
-        self._max_slice_patches = max_slice_patches or max_patches
+        self._max_slice_patches = max_slice_patches
         self._is_wanted = is_wanted
         self._whole: deque[_Waiting[T]] = deque()
         self._long: deque[_Waiting[T]] = deque()
@@ -69,10 +73,14 @@ class Batcher(Generic[T]):
         patches = sum(waiting.num_patches for waiting in self._whole)
         return len(self._whole) >= self._max_items or patches >= self._max_patches
 
+    @property
+    def _slice_patches(self) -> int:
+        return int(min(self._max_patches, self._max_slice_patches()))
+
     def add(self, item: T, num_patches: int, num_frames: int = 1) -> None:
         """Queue an item, whose patches are of `num_frames` equal frames that may run apart."""
         waiting = _Waiting(item, num_frames, num_patches // num_frames)
-        is_long = num_frames > 1 and num_patches > self._max_slice_patches
+        is_long = num_frames > 1 and num_patches > self._slice_patches
         (self._long if is_long else self._whole).append(waiting)
 
     def next_batch(self) -> list[Piece[T]]:
@@ -87,7 +95,7 @@ class Batcher(Generic[T]):
 
     def _next_slice(self) -> Piece[T]:
         head = self._long[0]
-        count = max(1, self._max_slice_patches // head.patches_per_frame)
+        count = max(1, self._slice_patches // head.patches_per_frame)
         piece = Piece(head.item, head.taken, min(count, head.num_frames - head.taken))
         head.taken += piece.num_frames
         if head.taken == head.num_frames:

@@ -51,6 +51,10 @@ class EncoderSettings(CommonSettings):
     max_patches_per_slice: int = 4096
     """A video of more patches is encoded in slices of whole frames, between which other items run."""
 
+    max_slice_s: float = 0.25
+    """Seconds that a slice may take at the rate measured, which makes slices smaller on slow devices; never less than
+    a frame."""
+
     max_batch_wait_s: float = 0.05
     """Seconds that a batch which is not full waits for images that are being prepared at that moment; when there are
     none it does not wait."""
@@ -81,4 +85,4 @@ class EncoderSettings(CommonSettings):
     """Seconds that one video may play."""
 
     max_video_decode_s: float = 60.0
-    """Seconds that decoding one video may take."""
+    """Seconds of a core that decoding one video may take; a busy machine takes nothing from it."""

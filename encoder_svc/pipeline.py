@@ -7,6 +7,8 @@ stages blocks; knows nothing of sockets.
 """
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from encoder_svc.runner import TowerItem, TowerRunner
 # Runs in a pool. The last argument says that nobody wants the item any more: reading it may stop.
 Prepare = Callable[[EncodeRequest, memoryview, Callable[[], bool]], PreparedMedia]
 MAX_PROBES = 64
+VIDEO_NICENESS = 10  # a tenth of a core that a forward wants too
 BATCHES_AHEAD = 2  # prepared or being prepared: one that runs, and the next
 
 T = TypeVar("T")
@@ -68,6 +71,12 @@ class _Flight:
     task: "asyncio.Task[Encoded]" = field(init=False)
 
 
+def _give_way() -> None:
+    """Let the forwards and the images go first where there are too few cores: reading a video may take seconds."""
+    if sys.platform == "linux":  # elsewhere a priority is the whole process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), VIDEO_NICENESS)
+
+
 class EncodePipeline:
     """The stages between an `EncodeRequest` and an entry of the `EmbeddingStore`. The owner awaits `run`."""
 
@@ -95,7 +104,7 @@ class EncodePipeline:
         # Videos, which may take long, have a pool and room of their own: they hold up no image.
         self._pools = {
             "image": ThreadPoolExecutor(preprocess_threads, thread_name_prefix="image"),
-            "video": ThreadPoolExecutor(video_threads, thread_name_prefix="video"),
+            "video": ThreadPoolExecutor(video_threads, thread_name_prefix="video", initializer=_give_way),
         }
         self._gates = {name: PatchGate(BATCHES_AHEAD * batch_limits.max_patches) for name in self._pools}
         self._num_probes = 0

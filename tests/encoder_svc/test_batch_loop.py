@@ -105,6 +105,13 @@ async def test_images_run_between_the_slices_of_a_long_video() -> None:
         assert (embedding.header.grid, embedding.header.rows) == ((8, 4, 4), 8)
 
 
+async def test_a_slow_tower_gets_slices_that_take_no_longer_than_the_limit() -> None:
+    tower = Tower(patches_per_s=32 * 10)
+    async with running(tower, max_slice_patches=64, max_slice_s=0.1) as loop, asyncio.timeout(5):
+        await loop.embed(item(100, (8, 4, 4)))
+        assert tower.forwards == [[(100, 2)]] * 4
+
+
 async def test_of_a_video_that_is_cancelled_no_further_slice_is_run() -> None:
     tower = Tower(turns=asyncio.Semaphore(0))
     async with running(tower) as loop, asyncio.timeout(5):

@@ -65,7 +65,7 @@ def test_every_frame_of_every_item_is_taken_once_and_no_image_waits_for_two_slic
     steps: list[Step], max_patches: int, max_slice: int
 ) -> None:
     max_slice = min(max_slice, max_patches)
-    batcher: Batcher[int] = Batcher(max_patches, 8, max_slice_patches=max_slice)
+    batcher: Batcher[int] = Batcher(max_patches, 8, max_slice_patches=lambda: max_slice)
     sizes: list[tuple[int, int]] = []
     frames: dict[int, list[int]] = {}
     slices_in_a_row = 0
@@ -94,7 +94,7 @@ def is_whole(size: tuple[int, int], max_slice: int) -> bool:
 
 
 def test_slices_of_a_video_take_turns_with_batches_of_images() -> None:
-    batcher: Batcher[str] = Batcher(10, 2, max_slice_patches=8)
+    batcher: Batcher[str] = Batcher(10, 2, max_slice_patches=lambda: 8)
     batcher.add("video", 24, 6)
     for name in "abc":
         batcher.add(name, 3)
@@ -105,7 +105,7 @@ def test_slices_of_a_video_take_turns_with_batches_of_images() -> None:
 
 def test_what_is_not_wanted_any_more_takes_no_room_in_a_batch() -> None:
     unwanted: set[str] = set()
-    batcher: Batcher[str] = Batcher(10, 8, max_slice_patches=4, is_wanted=lambda name: name not in unwanted)
+    batcher: Batcher[str] = Batcher(10, 8, max_slice_patches=lambda: 4, is_wanted=lambda name: name not in unwanted)
     for name in ("a", "b", "c"):
         batcher.add(name, 5)
     batcher.add("video", 12, 3)
@@ -116,7 +116,7 @@ def test_what_is_not_wanted_any_more_takes_no_room_in_a_batch() -> None:
 
 
 def test_a_batch_is_full_when_waiting_would_not_make_it_larger() -> None:
-    batcher: Batcher[str] = Batcher(10, 3, max_slice_patches=4)
+    batcher: Batcher[str] = Batcher(10, 3, max_slice_patches=lambda: 4)
     batcher.add("a", 5)
     assert not batcher.is_full
     batcher.add("b", 5)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from encoder_svc.batch_loop import BatchLimits
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
 from encoder_svc.fleet_share import FleetShare
 from encoder_svc.media_reader import MediaReader
-from encoder_svc.pipeline import MAX_PROBES, Encoded, EncodePipeline, QueueLimits
+from encoder_svc.pipeline import MAX_PROBES, VIDEO_NICENESS, Encoded, EncodePipeline, QueueLimits
 from encoder_svc.preprocess import PreparedMedia
 from encoder_svc.runner import TowerItem
 from encoder_svc.video_source import VideoLimits
@@ -386,6 +388,16 @@ async def test_videos_that_take_long_hold_up_no_image(monkeypatch: pytest.Monkey
         assert not any(video.done() for video in videos)
         is_over.set()
         await asyncio.gather(*videos)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+async def test_reading_videos_gives_way_to_forwards_and_images() -> None:
+    async with running() as bench:
+        niceness = {
+            name: pool.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
+            for name, pool in bench.pipeline._pools.items()
+        }
+        assert niceness["video"] - niceness["image"] == VIDEO_NICENESS
 
 
 async def test_too_many_waiting_probes_are_refused_and_count_no_more_afterwards() -> None:
