@@ -5,10 +5,11 @@ The only module of `common`, with `checkpoint`, that knows torch; the gateway im
 
 import os
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from common.embedding import Payload
+from common.embedding import HOT_BYTES, Payload
 from common.errors import ConfigError, ModelFailure
 from common.messages import EmbeddingHeader, WireDtype
 
@@ -17,6 +18,13 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+_BITS = {
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+}
+"""An integer dtype of the same size, and the bits of infinity, which is where the finite values of a dtype end."""
 
 
 def dtype_name(dtype: torch.dtype) -> WireDtype:
@@ -41,9 +49,25 @@ def tensor_of(header: EmbeddingHeader, payload: Payload) -> Tensor:
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
-    """Raise ModelFailure when a value is NaN or infinite."""
-    if not bool(torch.isfinite(tensor).all()):
+    """Raise ModelFailure when a value of a CPU tensor is NaN or infinite."""
+    if not _is_finite(tensor):
         raise ModelFailure(f"{what} holds values that are not finite")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite, from their bits: of one sign, all that is not lies above all that is.
+
+    Two maxima of integers take 2 ms for 32 MB of bfloat16; torch.isfinite takes 150 ms on one core.
+    """
+    signed, first_not_finite = _BITS[tensor.dtype]
+    unsigned = np.dtype(f"u{signed.itemsize}")
+    first_negative = first_not_finite + (1 << (8 * signed.itemsize - 1))
+    bits = tensor.detach().contiguous().view(-1).view(signed).numpy()
+    for start in range(0, bits.size, HOT_BYTES):
+        part = bits[start : start + HOT_BYTES]
+        if part.max() >= first_not_finite or part.view(unsigned).max() >= first_negative:
+            return False
+    return True
 
 
 def pick_device(name: str) -> str:

@@ -76,3 +76,26 @@ def threads() -> Iterator[None]:
 def test_threads_are_what_was_asked_for_or_the_cores_of_this_process(threads: None) -> None:
     assert use_threads(3) == torch.get_num_threads() == 3
     assert use_threads(0) == torch.get_num_threads() >= 1
+
+
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_every_bit_pattern_is_judged_as_torch_does(name: Any) -> None:
+    dtype = DTYPES[name]
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    values = (bits << 16 if dtype.itemsize == 4 else bits.to(torch.int16)).view(dtype)
+    for value in values[torch.randperm(len(values))[:2000]].tolist() + values[::1024].tolist():
+        tensor = torch.tensor([value, 1.0], dtype=dtype)
+        if torch.isfinite(tensor).all():
+            check_finite(tensor, "x")
+        else:
+            with pytest.raises(ModelFailure):
+                check_finite(tensor, "x")
+
+
+@pytest.mark.parametrize("where", [0, 131_071, 131_072, 299_999])
+def test_one_bad_value_is_found_wherever_it_is(where: int) -> None:
+    tensor = torch.full((300_000,), -1.0, dtype=torch.bfloat16)
+    check_finite(tensor.view(3, -1)[:, ::2], "x")
+    tensor[where] = float("-inf")
+    with pytest.raises(ModelFailure):
+        check_finite(tensor, "x")
