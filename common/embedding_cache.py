@@ -8,7 +8,7 @@ that is down or frozen off the path. Runs on the event loop of its process.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -84,7 +84,9 @@ class EmbeddingCache:
         transfer_timeout_s: float = 2.0,
         wait_s: float = WAIT_S,
         reader: BlockingReader | None = None,
+        new_payload: Callable[[int], Payload] = new_payload,
     ) -> None:
+        self._new_payload = new_payload
         self._client = client
         self._reader = reader
         self._ttl_s = ttl_s
@@ -93,12 +95,15 @@ class EmbeddingCache:
         self._guard = RedisGuard(wait_s)
 
     @classmethod
-    def connect(cls, url: str, *, ttl_s: int, wait_s: float = WAIT_S) -> "EmbeddingCache":
-        """A cache at a Redis URL; nothing is contacted yet. Raises ConfigError for a URL that is none."""
-        client = connect_redis(url)
-        return cls(
-            client, ttl_s=ttl_s, wait_s=wait_s, reader=None if "+" in url.partition(":")[0] else BlockingReader(url)
-        )
+    def connect(
+        cls, url: str, *, ttl_s: int, wait_s: float = WAIT_S, new_payload: Callable[[int], Payload] = new_payload
+    ) -> "EmbeddingCache":
+        """A cache at a Redis URL; nothing is contacted yet. Raises ConfigError for a URL that is none.
+
+        `new_payload` gives memory for so many bytes, in any thread.
+        """
+        reader = None if "+" in url.partition(":")[0] else BlockingReader(url)
+        return cls(connect_redis(url), ttl_s=ttl_s, wait_s=wait_s, reader=reader, new_payload=new_payload)
 
     @property
     def is_available(self) -> bool:
@@ -197,7 +202,7 @@ class EmbeddingCache:
         header = self._checked_manifest(_as_bytes(manifest), expected) if manifest is not None else None
         if header is None:
             return None
-        payload = new_payload(header.num_bytes)
+        payload = self._new_payload(header.num_bytes)
         ttl_s = self._ttl_s + CHUNKS_OUTLIVE_S
         commands = [("GETEX", _chunk_name(header, index), "EX", ttl_s) for index in range(header.num_chunks)]
         checksum = reading.values_into(memoryview(payload), commands, header.chunk_bytes)
@@ -216,7 +221,7 @@ class EmbeddingCache:
         header = self._checked_manifest(manifest, expected) if manifest is not None else None
         if header is None:
             return None
-        payload = new_payload(header.num_bytes)
+        payload = self._new_payload(header.num_bytes)
         if not await self._read_chunks(header, payload):
             return None
         try:

@@ -110,9 +110,8 @@ class Reading:
             target = buffer[index * size : (index + 1) * size]
             if not self._receive_exactly(sock, frame_end + b"$%d\r\n" % len(target)):
                 return None
-            self._receive(sock, target)
+            checksum = self._receive(sock, target, checksum)
             frame_end = b"\r\n"
-            checksum = isal_zlib.crc32(target, checksum)
         return checksum if self._receive_exactly(sock, frame_end) else None
 
     def give_up(self) -> None:
@@ -139,10 +138,13 @@ class Reading:
                 return False
         return True
 
-    def _receive(self, sock: "socket.socket", target: memoryview) -> None:
+    def _receive(self, sock: "socket.socket", target: memoryview, checksum: int) -> int:
+        """Fill `target`; gives the CRC-32 with what comes in, each part of it while it is in the core's cache."""
         sock.settimeout(self.left_s())
         while target:
             count = sock.recv_into(target)
             if count == 0:
                 raise ConnectionError("Redis closed the connection")
+            checksum = isal_zlib.crc32(target[:count], checksum)
             target = target[count:]
+        return checksum

@@ -138,6 +138,8 @@ class _FairReader:
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
+        # The same socket without futures, for messages that are here already. Nothing else may read from either.
+        self._at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
         self._num_in_a_row = 0
 
     async def next(self) -> list[zmq.Frame]:
@@ -146,7 +148,10 @@ class _FairReader:
         if self._num_in_a_row >= YIELD_EVERY:
             self._num_in_a_row = 0
             await asyncio.sleep(0)
-        return await self._socket.recv_multipart(copy=False)
+        try:
+            return self._at_once.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return await self._socket.recv_multipart(copy=False)
 
 
 class Router:

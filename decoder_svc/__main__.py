@@ -18,9 +18,11 @@ from common.checkpoint import read_model_config
 from common.discovery import ENCODERS, KubernetesOptions, member_source
 from common.embedding_cache import EmbeddingCache
 from common.errors import ConfigError
+from common.freed_memory import keep_freed_memory
 from common.hub import resolve_checkpoint
 from common.logs import configure_logs
 from common.messages import Hello, Limits
+from common.payload_pool import PayloadPool
 from common.service import Service, run_service
 from common.settings import command_line
 from common.tensors import pick_device, pick_dtype, use_threads
@@ -69,8 +71,11 @@ async def open_decoder(settings: DecoderSettings) -> DecoderServer:
     )
     kubernetes = KubernetesOptions(settings.kubernetes_api, settings.discovery_relist_s)
     source = member_source(settings.encoders, ENCODERS, kubernetes)
-    fetcher = EncoderFetcher(context, lambda: loaded.hello, keys, source=source)
-    cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s) if settings.redis else None
+    take = PayloadPool().take
+    fetcher = EncoderFetcher(context, lambda: loaded.hello, keys, source=source, new_payload=take)
+    cache = None
+    if settings.redis:
+        cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s, new_payload=take)
     server = DecoderServer(
         control,
         fetcher,
@@ -197,6 +202,7 @@ def decoder(settings: Annotated[DecoderSettings, Parameter(name="*")]) -> None:
     It takes token ids from gateways, pulls the embeddings that it needs from Redis or from encoders, and generates. It
     loads only the language weights of the checkpoint. Start as many as the text load needs.
     """
+    keep_freed_memory()
     configure_logs("decoder", settings.log_level, settings.log_format)
     service = Service(lambda: open_decoder(settings), {"role": "decoder", "model": settings.model_name})
     asyncio.run(run_service(service, settings.http_host, settings.http_port, drain_timeout_s=settings.drain_timeout_s))

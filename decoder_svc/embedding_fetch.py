@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 import zmq.asyncio
 
-from common.embedding import ExpectedEmbedding, Payload, check_checksum, checksum, new_payload
+from common.embedding import ExpectedEmbedding, Payload, check_checksum, copy_summed, new_payload
 from common.errors import EncoderUnavailable, PeerUnreachable, ProtocolError, TandemError
 from common.link import Link
 from common.link_set import LinkSet
@@ -38,7 +38,8 @@ logger = structlog.get_logger(__name__)
 
 FETCHED_BYTES = Counter("tandem_decoder_fetched_bytes_total", "Payload bytes fetched from encoders")
 
-CREDIT_CHUNKS = 8
+CREDIT_CHUNKS = 16
+RENEWED_CHUNKS = 8  # credit is given anew for several chunks at once: each message wakes the encoder's loop
 STALL_S = 5.0
 MAX_LOST = 256
 CONNECT_S = 2.0  # a fetch waits so long for a connection that is being made
@@ -68,8 +69,11 @@ class EncoderFetcher:
         source: MemberSource,
         stall_s: float = STALL_S,
         connect_s: float = CONNECT_S,
+        new_payload: Callable[[int], Payload] = new_payload,
     ) -> None:
-        """`source` tells which encoders there are, also while the fetcher runs."""
+        """`source` tells which encoders there are, also while the fetcher runs; `new_payload` gives memory for so many
+        bytes."""
+        self._new_payload = new_payload
         self._source = source
         self._stall_s = stall_s
         self._fetches: dict[str, _Fetch] = {}
@@ -202,7 +206,7 @@ class EncoderFetcher:
             raise ProtocolError("the encoder answered a fetch without a header, or twice")
         fetch.expected.check(reply.header)
         fetch.header = reply.header
-        fetch.payload = new_payload(reply.header.num_bytes)
+        fetch.payload = self._new_payload(reply.header.num_bytes)
 
     def _take_chunk(self, fetch: _Fetch, chunk: FetchChunk, payload: Sequence[memoryview]) -> None:
         header = fetch.header
@@ -212,13 +216,18 @@ class EncoderFetcher:
         target = memoryview(fetch.payload)[start : start + header.chunk_bytes]
         if len(payload[0]) != len(target):
             raise ProtocolError(f"chunk {chunk.index} has {len(payload[0])} bytes, expected {len(target)}")
-        target[:] = payload[0]
-        fetch.checksum = checksum(target, fetch.checksum)  # while the chunk is in the CPU's cache
+        fetch.checksum = copy_summed(target, payload[0], fetch.checksum)
         fetch.num_received += 1
         if fetch.num_received == header.num_chunks:
             fetch.done.set_result(None)
-        elif fetch.num_received + CREDIT_CHUNKS <= header.num_chunks:
-            fetch.link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=1))
+        elif fetch.num_received % RENEWED_CHUNKS == 0:
+            self._renew(fetch, header.num_chunks - fetch.num_received)
+
+    def _renew(self, fetch: _Fetch, num_left: int) -> None:
+        """Give the credit that the last chunks used, as far as there are chunks that have none yet."""
+        without = num_left - (CREDIT_CHUNKS - RENEWED_CHUNKS)
+        if without > 0:
+            fetch.link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=min(without, RENEWED_CHUNKS)))
 
     def _on_down(self, link: Link, instance_id: str) -> None:
         self._lost.append(instance_id)

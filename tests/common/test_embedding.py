@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.embedding import ExpectedEmbedding, check_payload, checksum, pack_manifest, unpack_stored
+from common.embedding import (
+    HOT_BYTES,
+    ExpectedEmbedding,
+    check_payload,
+    checksum,
+    copy_summed,
+    pack_manifest,
+    unpack_stored,
+)
 from common.errors import ProtocolError
 from common.messages import EmbeddingHeader, VideoFacts
 from tests.common.test_messages import HEADER
@@ -65,3 +73,11 @@ def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
 def test_a_value_nested_beyond_reason_is_refused() -> None:
     with pytest.raises(ProtocolError):
         unpack_stored(b"\x81\xa3new" + b"\x91" * 100_000, EmbeddingHeader)
+
+
+@pytest.mark.parametrize("size", [0, 1, HOT_BYTES - 1, HOT_BYTES, 2 * HOT_BYTES + 3])
+def test_a_copy_is_summed_as_a_whole_and_goes_on_from_what_came_before(size: int) -> None:
+    source = bytes(index % 251 for index in range(size))
+    target = bytearray(size)
+    assert copy_summed(memoryview(target), memoryview(source), checksum(b"before")) == checksum(b"before" + source)
+    assert target == source
