@@ -12,7 +12,7 @@ import msgspec
 from isal import isal_zlib
 
 from common.errors import ProtocolError
-from common.messages import EmbeddingHeader, Grid, WireDtype
+from common.messages import EmbeddingHeader, Grid, WireDtype, payload_bytes
 from common.wire import CHUNK_BYTES, chunks
 
 T = TypeVar("T")
@@ -20,8 +20,6 @@ Payload: TypeAlias = bytearray | mmap.mmap | memoryview
 """Writable memory; what holds it is a matter of its size and its owner."""
 HUGE_BYTES = 4 << 20
 HOT_BYTES = 128 << 10  # a part that stays in a core's cache
-
-ITEM_BYTES: dict[WireDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,15 @@ class ExpectedEmbedding:
     rows: int | None = None
     width: int | None = None
     levels: int | None = None
+    dtype: WireDtype | None = None
 
     def num_bytes(self, dtype: WireDtype) -> int:
         """Payload size in bytes, as far as it is known."""
-        return (self.rows or 0) * (self.width or 0) * ITEM_BYTES[dtype]
+        return payload_bytes(dtype, self.rows or 0, self.width or 0, self.levels or 0)
 
     def check(self, header: EmbeddingHeader) -> None:
         """Raise ProtocolError, naming the field and both values, unless the header is exactly what is expected."""
-        for field in ("key", "fingerprint", "grid", "rows", "width", "levels"):
+        for field in ("key", "fingerprint", "grid", "rows", "width", "levels", "dtype"):
             got, want = getattr(header, field), getattr(self, field)
             if want is not None and got != want:
                 raise ProtocolError(f"the embedding's {field} is {got}, expected {want}")

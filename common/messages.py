@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 MAX_TOKENS = 1 << 20  # token ids in one prompt or output; real models stop at 262,144
 MAX_MEDIA_ITEMS = 4096
 MAX_CHUNK_BYTES = 4 << 20
+SCALE_BYTES = 4  # of a float32 scale of int8 embeddings
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 # The length as well: `$` also matches before a line break at the end.
@@ -30,8 +31,15 @@ Grid = tuple[Side, Side, Side]  # (t, h, w) in patches, before the spatial merge
 
 Role = Literal["gateway", "encoder", "decoder"]
 Modality = Literal["image", "video"]
-WireDtype = Literal["float32", "float16", "bfloat16"]
+WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 FinishReason = Literal["stop", "length", "cancelled", "error", "hand_over"]
+
+
+def payload_bytes(dtype: WireDtype, rows: int, width: int, levels: int) -> int:
+    """Bytes of an embedding on the wire."""
+    if dtype == "int8":
+        return rows * (width + SCALE_BYTES * (1 + levels))
+    return rows * width * (4 if dtype == "float32" else 2)
 
 
 class Message(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -222,6 +230,7 @@ class FetchCredit(Message, frozen=True, kw_only=True, tag=True):
 class EmbeddingHeader(Struct, frozen=True, kw_only=True):
     """What an embedding payload is. Its bytes are `rows * width` elements of `dtype`, row-major, little-endian.
 
+    A row of `int8` begins with `1 + levels` float32 scales: of the first `out_hidden` elements, then of each level's.
     `width` is `out_hidden * (1 + levels)`; `checksum` is the CRC-32 of the payload bytes.
     """
 
@@ -238,7 +247,7 @@ class EmbeddingHeader(Struct, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         """Payload size in bytes."""
-        return self.rows * self.width * (4 if self.dtype == "float32" else 2)
+        return payload_bytes(self.dtype, self.rows, self.width, self.levels)
 
     @property
     def num_chunks(self) -> int:

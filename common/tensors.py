@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.embedding import HOT_BYTES, Payload
 from common.errors import ConfigError, ModelFailure
+from common.int8_rows import unpack_rows
 from common.messages import EmbeddingHeader, WireDtype
 
 DTYPES: dict[str, torch.dtype] = {
@@ -42,8 +43,13 @@ def payload_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy().data).cast("B")
 
 
-def tensor_of(header: EmbeddingHeader, payload: Payload) -> Tensor:
-    """The `[rows, width]` tensor over a payload that was checked against its header. Shares the payload's memory."""
+def tensor_of(header: EmbeddingHeader, payload: Payload, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The `[rows, width]` tensor of a payload whose length was checked against its header.
+
+    Shares the payload's memory, except for int8, of which it is the values in `dtype`.
+    """
+    if header.dtype == "int8":
+        return unpack_rows(torch.frombuffer(payload, dtype=torch.uint8).view(header.rows, -1), header.levels, dtype)
     flat = torch.frombuffer(payload, dtype=DTYPES[header.dtype])
     return flat.view(header.rows, header.width)
 

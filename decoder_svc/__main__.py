@@ -51,7 +51,7 @@ HAND_OVER_S = 2.0  # of the time that a drain may take, to tell gateways of what
 class _Loaded:
     engine: Engine
     hello: Hello
-    itemsize: int
+    dtype: torch.dtype
     grammars: GrammarCompiler | None
 
 
@@ -90,7 +90,7 @@ async def open_decoder(settings: DecoderSettings) -> DecoderServer:
         server,
         width=loaded.hello.width,
         levels=loaded.hello.levels,
-        itemsize=loaded.itemsize,
+        dtype=loaded.dtype,
         max_bytes=settings.fetch_bytes,
         is_held=loaded.engine.pool.__contains__,
     )
@@ -143,7 +143,7 @@ def _load(settings: DecoderSettings) -> _Loaded:
         limits=Limits(max_model_len=max_model_len, max_sequences=settings.max_sequences, kv_cache_tokens=kv_tokens),
     )
     grammars = GrammarCompiler.load(checkpoint_dir, model.config.vocab_size, eos_token_ids)
-    return _Loaded(engine, hello, dtype.itemsize, grammars)
+    return _Loaded(engine, hello, dtype, grammars)
 
 
 def _max_tokens_per_step(settings: DecoderSettings, model: TextModel) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
+import torch
 from torch import Tensor
 
 from common.embedding import ExpectedEmbedding, Payload
@@ -78,7 +79,7 @@ class _Item:
 
 class EmbeddingInbox:
     """Items that requests wait for, by what is expected of them: a request that expects something else of the same item
-    is served, and fails, alone. `is_held` says whether the engine has an embedding already."""
+    is served, and fails, alone. `dtype` is the model's; `is_held` says whether the engine has an embedding already."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class EmbeddingInbox:
         *,
         width: int,
         levels: int,
-        itemsize: int,
+        dtype: torch.dtype,
         max_bytes: int,
         is_held: Callable[[str], bool] = lambda key: False,
     ) -> None:
@@ -97,7 +98,7 @@ class EmbeddingInbox:
         self._listener = listener
         self._width = width
         self._levels = levels
-        self._itemsize = itemsize
+        self._dtype = dtype
         self._max_bytes = max_bytes
         self._is_held = is_held
         self._requests: dict[str, _Request] = {}
@@ -140,7 +141,7 @@ class EmbeddingInbox:
             return
         item = self._items.get(expected)
         if item is None:
-            item = self._items[expected] = _Item(expected, expected.rows * self._width * self._itemsize)
+            item = self._items[expected] = _Item(expected, expected.rows * self._width * self._dtype.itemsize)
         item.waiting[request_id] = source
         self._start_fetches()
 
@@ -251,11 +252,16 @@ class EmbeddingInbox:
             if found is None:
                 raise EncoderUnavailable("the embedding is not in Redis (any more)")
             header, payload = found
-        embedding = tensor_of(header, payload)
         try:
-            await asyncio.to_thread(check_finite, embedding, "an embedding")
+            return await asyncio.to_thread(_checked_tensor, header, payload, self._dtype)
         except ModelFailure as error:
             if source == REDIS:
                 raise EncoderUnavailable(error.message) from error  # an encoder can give a better one
             raise
-        return embedding
+
+
+def _checked_tensor(header: EmbeddingHeader, payload: Payload, dtype: torch.dtype) -> Tensor:
+    """The tensor of a payload; raises ModelFailure when a value is not finite. Takes milliseconds of a thread."""
+    embedding = tensor_of(header, payload, dtype)
+    check_finite(embedding, "an embedding")
+    return embedding

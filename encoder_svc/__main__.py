@@ -170,6 +170,7 @@ def _expectations(loaded: _Loaded) -> Callable[[str, Grid], ExpectedEmbedding]:
             rows=num_patches(grid) // merged,
             width=loaded.hello.width,
             levels=loaded.hello.levels,
+            dtype=loaded.hello.wire_dtype,
         )
 
     return expected_of

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.embedding import CHUNK_BYTES, checksum
+from common.int8_rows import pack_rows, scales_of
 from common.messages import EmbeddingHeader, Grid, WireDtype
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.rate import RateMeter
@@ -77,25 +78,32 @@ class TowerRunner:
     def _forward(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
         pixel_values = [torch.from_numpy(item.pixel_values) for item in items]
         with torch.inference_mode():
-            packed = self._tower(pixel_values, [item.grid for item in items])
-            packed = packed.to(device="cpu", dtype=DTYPES[self._wire_dtype])
+            packed = self._on_the_wire(self._tower(pixel_values, [item.grid for item in items]))
         merge = self._tower.config.spatial_merge_size**2
         rows = [item.pixel_values.shape[0] // merge for item in items]
         # Each item gets memory of its own, so that freeing one does not wait for the others of its batch.
-        parts = packed.split(rows) if len(items) > 1 else (packed,)
+        parts = torch.split(packed, rows) if len(items) > 1 else (packed,)
         return [
             self._held(item, part.clone() if len(items) > 1 else part) for item, part in zip(items, parts, strict=True)
         ]
 
+    def _on_the_wire(self, embeddings: Tensor) -> Tensor:
+        """`[V, width]` in the wire dtype, or packed rows for int8, on the CPU."""
+        if self._wire_dtype == "int8":
+            return pack_rows(embeddings, self._tower.num_levels).cpu()
+        return embeddings.to(device="cpu", dtype=DTYPES[self._wire_dtype])
+
     def _held(self, item: TowerItem, embedding: Tensor) -> HeldEmbedding:
-        check_finite(embedding, f"the embedding of a {item.grid} grid")
+        # A value that is not finite shows in its scale.
+        values = scales_of(embedding, self._tower.num_levels) if self._wire_dtype == "int8" else embedding
+        check_finite(values, f"the embedding of a {item.grid} grid")
         payload = payload_of(embedding).toreadonly()
         header = EmbeddingHeader(
             key=item.key,
             grid=item.grid,
             dtype=self._wire_dtype,
             rows=embedding.shape[0],
-            width=embedding.shape[1],
+            width=self._tower.out_width,
             levels=self._tower.num_levels,
             fingerprint=self._fingerprint,
             checksum=checksum(payload),

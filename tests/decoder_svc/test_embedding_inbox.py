@@ -152,7 +152,7 @@ def make_world(max_items: float = 100) -> World:
         listener,
         width=WIDTH,
         levels=1,
-        itemsize=4,
+        dtype=torch.float32,
         max_bytes=int(max_items * ITEM_BYTES),
         is_held=held.__contains__,
     )

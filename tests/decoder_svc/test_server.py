@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import zmq.asyncio
 from prometheus_client import REGISTRY
 
@@ -157,7 +158,14 @@ async def serving(world: World, *, finish_within_s: float | None = None, **limit
         finish_within_s=finish_within_s,
     )
     decoder.inbox = EmbeddingInbox(
-        encoders, None, decoder, width=192, levels=3, itemsize=4, max_bytes=1 << 20, is_held=engine.pool.__contains__
+        encoders,
+        None,
+        decoder,
+        width=192,
+        levels=3,
+        dtype=torch.float32,
+        max_bytes=1 << 20,
+        is_held=engine.pool.__contains__,
     )
     task = asyncio.create_task(decoder.run())
     try:

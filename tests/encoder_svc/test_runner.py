@@ -83,6 +83,24 @@ async def test_the_wire_dtype_is_the_payload_s(tower: VisionTower, dtype: Any) -
     runner.close()
 
 
+async def test_int8_rows_are_near_the_tower_s_and_the_same_in_any_batch(tower: VisionTower) -> None:
+    runner = TowerRunner(tower, fingerprint=FINGERPRINT, wire_dtype="int8")
+    items = [item(tower, number, grid) for number, grid in enumerate(GRIDS)]
+    for one, got in zip(items, await runner.run(items), strict=True):
+        with torch.inference_mode():
+            expected = tower(torch.from_numpy(one.pixel_values), [one.grid])
+        assert (got.header.dtype, got.header.rows, got.header.width) == ("int8", *expected.shape)
+        assert len(got.payload) == expected.shape[0] * (expected.shape[1] + 4 * 4)
+        parts = expected.view(len(expected), 4, -1)
+        error = (tensor(got).view_as(parts) - parts).abs()
+        assert (error <= parts.abs().amax(dim=2, keepdim=True) / 253).all()  # half a step, and rounding of the tower
+    bad = item(tower, 1, (1, 4, 4))
+    bad.pixel_values[3, 3] = np.nan
+    with pytest.raises(ModelFailure, match="not finite"):
+        await runner.run([bad])
+    runner.close()
+
+
 async def test_values_that_are_not_finite_are_a_failure_and_the_next_item_runs(
     tower: VisionTower, runner: TowerRunner
 ) -> None:
