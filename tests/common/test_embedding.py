@@ -21,7 +21,7 @@ from common.messages import EmbeddingHeader, VideoFacts
 from tests.common.test_messages import HEADER
 
 EXPECTED = ExpectedEmbedding(
-    key=HEADER.key, grid=HEADER.grid, fingerprint=HEADER.fingerprint, rows=6, width=192, levels=3
+    key=HEADER.key, grid=HEADER.grid, fingerprint=HEADER.fingerprint, rows=6, width=192, levels=3, dtype=HEADER.dtype
 )
 
 
@@ -39,6 +39,7 @@ def test_what_was_expected_passes() -> None:
         ("rows", 7),
         ("width", 191),
         ("levels", 2),
+        ("dtype", "int8"),
     ],
 )
 def test_every_difference_is_refused_by_name(field: str, value: Any) -> None:

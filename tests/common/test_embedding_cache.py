@@ -54,7 +54,7 @@ def embedding(name: str = "a", num_bytes: int = 2 * CHUNK_BYTES + 4096) -> tuple
 
 
 def expected(header: EmbeddingHeader, **changes: Any) -> ExpectedEmbedding:
-    names = ("key", "grid", "fingerprint", "rows", "width", "levels")
+    names = ("key", "grid", "fingerprint", "rows", "width", "levels", "dtype")
     return ExpectedEmbedding(**{**{name: getattr(header, name) for name in names}, **changes})
 
 
@@ -190,7 +190,15 @@ async def test_a_pickle_in_place_of_a_value_is_a_miss(
 
 @pytest.mark.parametrize(
     "change",
-    [{"key": "b" * 64}, {"fingerprint": "0" * 64}, {"grid": (1, 2, 8)}, {"rows": 1}, {"width": 1}, {"levels": 0}],
+    [
+        {"key": "b" * 64},
+        {"fingerprint": "0" * 64},
+        {"grid": (1, 2, 8)},
+        {"rows": 1},
+        {"width": 1},
+        {"levels": 0},
+        {"dtype": "int8"},
+    ],
 )
 async def test_a_manifest_that_is_not_what_was_expected_is_a_miss(
     server: Valkey, cache: EmbeddingCache, change: dict[str, Any]
@@ -200,6 +208,16 @@ async def test_a_manifest_that_is_not_what_was_expected_is_a_miss(
     await server.client.set(manifest_name(header), pack_manifest(msgspec.structs.replace(header, **change)))
     assert await cache.get(expected(header)) is None
     assert await cache.probe([expected(header)]) == set()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+async def test_a_manifest_of_a_dtype_of_another_size_is_a_miss_also_for_one_who_does_not_know_the_dtype(
+    server: Valkey, cache: EmbeddingCache, dtype: str
+) -> None:
+    header, payload = embedding()
+    await cache.put(header, memoryview(payload))
+    await server.client.set(manifest_name(header), pack_manifest(msgspec.structs.replace(header, dtype=dtype)))
+    assert await cache.get(expected(header, dtype=None)) is None
 
 
 async def test_a_manifest_of_gigabytes_allocates_nothing(server: Valkey, cache: EmbeddingCache) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from common.embedding import checksum
@@ -119,6 +120,34 @@ async def test_two_fetches_of_one_item_do_not_disturb_each_other() -> None:
         arrived = [(await received(b.decoder)).message for _ in range(2 + 2 + 10)]
         assert [m.index for m in arrived if isinstance(m, FetchChunk) and m.fetch_id == "f2"] == list(range(10))
         assert [m.index for m in arrived if isinstance(m, FetchChunk) and m.fetch_id == "f1"] == [0, 1]
+
+
+class RecordingRouter:
+    """Notes what is handed over to be sent, and to whom."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, memoryview]] = []
+
+    def try_send(self, peer: bytes, message: object) -> bool:
+        return True
+
+    def send(self, peer: bytes, message: object, payload: memoryview) -> None:
+        self.sent.append((peer, payload))
+
+
+async def test_several_decoders_get_one_item_each_at_its_own_pace_as_views_of_what_is_held() -> None:
+    router, store, item = RecordingRouter(), EmbeddingStore(1 << 20, 60.0), held(1, 4 * CHUNK, chunk_bytes=CHUNK)
+    store.put(item)
+    shipping = Shipping(router, store, FINGERPRINT)  # type: ignore[arg-type]
+    for peer, credit in ((b"one", 1), (b"two", 4)):
+        fetch = Fetch(fetch_id="f1", key=item.header.key, fingerprint=FINGERPRINT, credit=credit, time_left_s=30.0)
+        shipping.begin(peer, fetch)
+    shipping.renew(b"one", FetchCredit(fetch_id="f1", chunks=3))
+    start = np.frombuffer(item.payload, np.uint8).ctypes.data
+    places = [(peer, np.frombuffer(view, np.uint8).ctypes.data - start) for peer, view in router.sent]
+    two = [(b"two", index * CHUNK) for index in range(4)]
+    assert places == [(b"one", 0), *two, *((b"one", index * CHUNK) for index in range(1, 4))]
+    assert shipping.bytes_in_flight == 0
 
 
 async def test_what_is_being_sent_stays_within_the_budget_until_it_is_sent_whole() -> None:
