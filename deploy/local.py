@@ -26,8 +26,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from common.errors import ConfigError
 from common.logs import configure_logs
+from common.processes import Child, Command, share_cores
 from common.settings import REDIS_ENVIRONMENT, DtypeName, Port, command_line
-from deploy.processes import Child, Command, share_cores
 
 logger = structlog.get_logger(__name__)
 

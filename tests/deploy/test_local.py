@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from common.errors import ConfigError
+from common.processes import Command
 from deploy import local
 from deploy.local import DEMO_MODEL, LocalStack, Plan, UpSettings, check_port, free_port, plan
-from deploy.processes import Command
 
 
 def planned(tmp_path: Path, **settings: Any) -> Plan:

@@ -1,15 +1,17 @@
-"""Child processes of `tandem up`: started with a core of their own, watched, stopped in time, never left behind.
+"""Child processes of commands that start several: with cores of their own, watched, stopped in time, never left behind.
 
-Owns starting, the log file of each, the restart of one that died, and the stop. A child also dies with its parent,
-however that dies. Runs on the event loop of the parent; knows nothing of what the children do.
+Owns starting, where the output of each goes, the restart of one that died, and the stop. A child also dies with its
+parent, however that dies. Runs on the event loop of the parent; knows nothing of what the children do.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import itertools
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +23,28 @@ logger = structlog.get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 STOP_GRACE_S = 15.0
+# A process that ends again and again is started less and less often, until one has run for a while.
 RESTART_AFTER_S = 1.0
+RESTART_AFTER_AT_MOST_S = 30.0
+STEADY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run. `cores` restricts the process; empty leaves it free."""
+    """What to run.
+
+    `environment` adds to the parent's. Without a `log_file` the output goes where the parent's goes. `cores` restricts
+    the process; empty leaves it free. `inherited` are file descriptors that it takes over under their own numbers.
+    `on_orphaned` is the signal that it gets when its parent ends.
+    """
 
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
-    log_file: Path
+    log_file: Path | None = None
     cores: frozenset[int] = frozenset()
+    inherited: tuple[int, ...] = ()
+    on_orphaned: signal.Signals = signal.SIGTERM
 
 
 class Child:
@@ -51,16 +63,21 @@ class Child:
     async def start(self) -> None:
         """Start the process; its output goes to its log file."""
         self.num_starts += 1
-        # A run's log starts empty, so that what is quoted of it is of this run; a restart goes on in it.
-        with self.command.log_file.open("wb" if self.num_starts == 1 else "ab") as log:
+        command = self.command
+        with contextlib.ExitStack() as stack:
+            log = None
+            if command.log_file is not None:
+                # A run's log starts empty, so that what is quoted of it is of this run; a restart goes on in it.
+                log = stack.enter_context(command.log_file.open("wb" if self.num_starts == 1 else "ab"))
             self._process = await asyncio.create_subprocess_exec(
-                *self.command.arguments,
+                *command.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.command.environment},
+                env={**os.environ, **command.environment},
+                pass_fds=command.inherited,
                 start_new_session=True,  # a Ctrl-C in the terminal is the parent's to pass on
-                preexec_fn=functools.partial(_prepare_child, os.getpid(), self.command.cores),
+                preexec_fn=functools.partial(_prepare_child, os.getpid(), command.cores, command.on_orphaned),
             )
 
     async def wait(self) -> int:
@@ -70,24 +87,30 @@ class Child:
 
     async def keep_running(self) -> None:
         """Restart the process whenever it ends, until cancelled."""
+        pause_s = RESTART_AFTER_S
         while True:
+            began = time.monotonic()
             code = await self.wait()
+            if time.monotonic() - began >= STEADY_AFTER_S:
+                pause_s = RESTART_AFTER_S
             logger.warning(
                 "a process ended and is started again",
                 process=self.command.name,
                 exit_code=code,
-                log=str(self.command.log_file),
+                after_s=pause_s,
+                log=None if self.command.log_file is None else str(self.command.log_file),
             )
-            await asyncio.sleep(RESTART_AFTER_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_AFTER_AT_MOST_S)
             await self.start()
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float | None = None) -> None:
         """SIGTERM, and SIGKILL when that does not end it in time."""
         if self._process is None or self._process.returncode is not None:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(STOP_GRACE_S):
+            async with asyncio.timeout(STOP_GRACE_S if grace_s is None else grace_s):
                 await self._process.wait()
         except TimeoutError:
             logger.warning("a process did not stop in time and is killed", process=self.command.name)
@@ -101,6 +124,8 @@ class Child:
 
     def last_lines(self, count: int = 15) -> str:
         """The end of the log, to show why a start failed."""
+        if self.command.log_file is None:
+            return ""
         lines = self.command.log_file.read_text(errors="replace").splitlines()
         return "\n".join(lines[-count:])
 
@@ -117,10 +142,10 @@ def share_cores(cores: Sequence[int], num_processes: int) -> list[frozenset[int]
     return [frozenset(ordered[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def _prepare_child(parent: int, cores: frozenset[int]) -> None:
+def _prepare_child(parent: int, cores: frozenset[int], on_orphaned: signal.Signals) -> None:
     """Runs in the child before its program: its cores, and its end when the parent ends, even if that was just now."""
     if cores:
         os.sched_setaffinity(0, cores)
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, on_orphaned)
     if os.getppid() != parent:
         os._exit(1)

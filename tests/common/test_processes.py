@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy import processes
-from deploy.processes import Child, Command, share_cores
+from common import processes
+from common.processes import Child, Command, share_cores
 from tests.common.sockets import background, eventually
 from tests.paths import REPOSITORY
 
@@ -79,6 +79,34 @@ async def test_a_child_that_was_killed_is_started_again(tmp_path: Path, monkeypa
     await child.stop()
 
 
+async def test_a_child_that_ends_again_and_again_is_started_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(processes.asyncio, "sleep", sleep)
+    child = Child(command(tmp_path, "raise SystemExit(1)"))
+    await child.start()
+    keeping = asyncio.create_task(child.keep_running())
+    while child.num_starts < 8:
+        await asyncio.wait({keeping}, timeout=0.01)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await child.stop()
+    assert pauses[:7] == [1, 2, 4, 8, 16, 30, 30]
+
+
+async def test_output_without_a_log_file_goes_where_the_parent_s_goes(capfd: pytest.CaptureFixture[str]) -> None:
+    child = Child(Command("child", [sys.executable, "-c", "print('here')"], {}))
+    await child.start()
+    assert await child.wait() == 0
+    assert capfd.readouterr().out == "here\n"
+    assert child.last_lines() == ""
+
+
 async def test_a_child_that_ends_at_once_is_no_error_of_the_start(tmp_path: Path) -> None:
     child = Child(Command("child", ["/bin/true"], {}, tmp_path / "log", frozenset(os.sched_getaffinity(0))))
     for _ in range(20):
@@ -89,7 +117,7 @@ async def test_a_child_that_ends_at_once_is_no_error_of_the_start(tmp_path: Path
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from deploy.processes import Child, Command
+from common.processes import Child, Command
 
 async def main():
     child = Child(Command("child", [sys.executable, "-c", sys.argv[1]], {}, Path(sys.argv[2])))
