@@ -6,6 +6,7 @@ A service's `config.py` extends `CommonSettings`; its `__main__.py` hands `comma
 settings. Nothing else reads the environment.
 """
 
+import dataclasses
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -115,6 +116,23 @@ def command_line(name: str, run: Callable[..., None], *, epilogue: str = "") -> 
     guarded.__doc__ = run.__doc__
     app.default(guarded)
     return app
+
+
+def environment_of(settings: CommonSettings) -> dict[str, str]:
+    """The variables that give another process of the same service these settings, whatever file it finds.
+
+    Not the command line, which everybody on the machine may read: a URL may hold a password. Raises TypeError for a
+    mapping, which no variable can hold.
+    """
+    found = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, dict):
+            raise TypeError(f"{field.name} is a mapping")
+        if value is not None:
+            text = " ".join(value) if isinstance(value, tuple) else str(value)
+            found[f"{ENVIRONMENT_PREFIX}{field.name.upper()}"] = text
+    return found
 
 
 def _environment() -> cyclopts.config.Env:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import uuid
 from collections.abc import Callable
 from typing import Annotated
@@ -25,6 +26,7 @@ from common.transport import Authenticator, Router
 from common.vision_grid import num_patches
 from encoder_svc.batch_loop import BatchLimits
 from encoder_svc.config import EncoderSettings
+from encoder_svc.devices import DeviceProcesses, device_names
 from encoder_svc.embedding_store import EmbeddingStore
 from encoder_svc.fleet_share import FleetShare
 from encoder_svc.media_reader import MediaReader
@@ -138,7 +140,7 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
             max_wait_s=settings.max_batch_wait_s,
         ),
         queue_limits=QueueLimits(settings.max_queued_patches, settings.max_queued_bytes),
-        preprocess_threads=settings.preprocess_threads,
+        preprocess_threads=settings.preprocess_threads or max(1, len(os.sched_getaffinity(0)) // 2),
         video_threads=settings.video_threads,
     )
 
@@ -180,9 +182,22 @@ def encoder(settings: Annotated[EncoderSettings, Parameter(name="*")]) -> None:
     """Run an encoder: the vision tower and its DeepStack mergers.
 
     It takes media bytes from gateways, encodes them in batches, holds the embeddings for decoders to fetch, and
-    writes them to Redis. It loads only the vision weights of the checkpoint. Start as many as the image load needs.
+    writes them to Redis. It loads only the vision weights of the checkpoint. Start as many as the image load needs, or
+    one command for all devices of a machine with --devices.
     """
     configure_logs("encoder", settings.log_level, settings.log_format)
+    match device_names(settings):
+        case []:
+            _serve(settings)
+        case [device]:
+            _serve(dataclasses.replace(settings, device=device, devices=()))
+        case devices:
+            for device in devices:
+                pick_device(device)
+            raise SystemExit(asyncio.run(DeviceProcesses(settings).run()))
+
+
+def _serve(settings: EncoderSettings) -> None:
     service = Service(lambda: open_encoder(settings), {"role": "encoder", "model": settings.model_name})
     asyncio.run(run_service(service, settings.http_host, settings.http_port, drain_timeout_s=settings.drain_timeout_s))
 

@@ -1,6 +1,5 @@
 """Settings of the encoder service, read once in `__main__`."""
 
-import os
 from dataclasses import dataclass
 
 from common.image_header import DEFAULT_MAX_CANVAS_PIXELS
@@ -24,6 +23,10 @@ class EncoderSettings(CommonSettings):
     device: str = "auto"
     """Device of the vision tower: cpu, cuda, cuda:1, or auto."""
 
+    devices: tuple[str, ...] = ()
+    """Several devices, such as cuda:0,cuda:1: one encoder process is started for each. Ports of the second are by 10
+    higher than those given, of the third by 20; ipc addresses end in -1, -2. Other settings hold for each process."""
+
     dtype: DtypeName = "auto"
     """Compute dtype of the vision tower: auto takes the checkpoint's."""
 
@@ -37,8 +40,9 @@ class EncoderSettings(CommonSettings):
     warm_up_s: float = 10.0
     """Seconds that first forwards of common sizes may take before the encoder is ready."""
 
-    preprocess_threads: int = max(1, (os.cpu_count() or 1) // 2)
-    """Threads that decode and resize images."""
+    preprocess_threads: int = 0
+    """Threads that decode and resize images; 0 takes half of the cores that this process may use, shared among
+    --devices."""
 
     video_threads: int = 1
     """Threads that read videos, which may take long: images never wait behind them."""

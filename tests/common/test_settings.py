@@ -9,7 +9,7 @@ import pytest
 from cyclopts import Parameter
 
 from common.errors import CheckpointError, ConfigError
-from common.settings import command_line
+from common.settings import command_line, environment_of
 from decoder_svc.config import DecoderSettings
 from deploy.local import UpSettings
 from encoder_svc.config import EncoderSettings
@@ -136,6 +136,23 @@ def test_lists_are_given_by_repeating_and_mappings_by_name() -> None:
     assert gateway.encoders == ("a,b", "c,d")
     assert gateway.decoders == ("e",)
     assert gateway.limit_mm_per_prompt == {"image": 4}
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_settings_go_to_another_process_by_its_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("tandem.toml").write_text('log_level = "error"\nhttp_host = "::1"')
+    given = parse(name, ["--model", "m", "--http-port", "7777", "--allow-insecure-bind", "--redis", "redis://:s@h"])
+    if name == "decoder":
+        given = dataclasses.replace(given, encoders=("tcp://a:1,tcp://a:2", "tcp://b:1,tcp://b:2"))
+    for variable, value in environment_of(given).items():
+        monkeypatch.setenv(variable, value)
+    Path("tandem.toml").write_text('log_level = "debug"\nhttp_port = 1')
+    assert parse(name, []) == given
+
+
+def test_a_mapping_fits_no_variable() -> None:
+    with pytest.raises(TypeError, match="limit_mm_per_prompt"):
+        environment_of(GatewaySettings(model="m", limit_mm_per_prompt={"image": 2}))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ PACKAGES = {
     "deploy": "Autoscaler",
 }
 # Defaults that depend on the machine, in words.
-DEFAULTS_IN_WORDS = {"preprocess_threads": "half of the cores", "model": "the demo model", "data_dir": "`.tandem`"}
+DEFAULTS_IN_WORDS = {"model": "the demo model", "data_dir": "`.tandem`"}
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -30,7 +30,7 @@ SERVICES: dict[str, type[CommonSettings]] = {
 OWNED_BY_CHART = {
     "model", "revision", "served_model_name", "redis", "http_host", "http_port", "port", "control_endpoint",
     "data_endpoint", "curve_key_file", "allow_insecure_bind", "instance_id", "drain_timeout_s", "log_level",
-    "log_format", "encoders", "decoders", "gateways", "kubernetes_api", "discovery_relist_s",
+    "log_format", "devices", "encoders", "decoders", "gateways", "kubernetes_api", "discovery_relist_s",
     "api_keys", "api_key_file",
 }  # fmt: skip
 
