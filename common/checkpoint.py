@@ -22,6 +22,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeConfig
 
 from common.checkpoint_names import Role, canonical_name, role_of
+from common.checkpoint_regions import Destination, Owned, pieces_of
 from common.errors import CheckpointError
 from common.hub import INDEX_FILE, SINGLE_FILE, read_index
 
@@ -42,23 +43,6 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where a checkpoint tensor goes: a region of a parameter, its last two axes swapped when `is_transposed`.
-
-    `region` holds one index or slice for each leading axis that is not taken whole.
-    """
-
-    parameter: str
-    region: tuple[int | slice, ...] = ()
-    is_transposed: bool = False
-
-    def view(self, parameter: Tensor) -> Tensor:
-        """The part of `parameter` that has the shape of the stored tensor."""
-        part = parameter[self.region] if self.region else parameter
-        return part.transpose(-1, -2) if self.is_transposed else part
 
 
 def read_model_config(checkpoint_dir: Path) -> Qwen3VLConfig | Qwen3VLMoeConfig:
@@ -162,6 +146,14 @@ class _WithoutRandomInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one of several processes holds: of the `owned` parameters of a `whole` module their share, else all."""
+
+    whole: nn.Module
+    owned: Mapping[str, Owned]
+
+
 @contextmanager
 def without_storage() -> Iterator[None]:
     """Modules built in this context have shapes and no memory, until `load_weights` fills them."""
@@ -176,13 +168,17 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: str,
+    share: Share | None = None,
 ) -> None:
     """Fill a module that was built on the meta device, strictly, one tensor at a time.
 
     Each parameter is allocated once, in its final dtype and device, and each stored tensor is copied from the
-    mapped file into its region, so the peak is the module plus one tensor.
+    mapped file into its region, so the peak is the module plus one tensor. With a `share`, destinations are those in
+    its whole module, the checkpoint must fit that, and of tensors that are shared out only the share is read.
     """
-    _check_strictly(module, stored, destinations)
+    whole = module if share is None else share.whole
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    _check_strictly(shapes, stored, destinations)
     parameters = _materialise(module, dtype, torch.device(device))
     by_file: dict[Path, list[str]] = {}
     for name, tensor in stored.items():
@@ -192,15 +188,22 @@ def load_weights(
             with _open(file) as handle:
                 for name in names:
                     destination = destinations[name]
-                    target = destination.view(parameters[destination.parameter])
-                    target.copy_(handle.get_tensor(stored[name].name))
+                    parameter, stored_name = parameters[destination.parameter], stored[name].name
+                    owned = None if share is None else share.owned.get(destination.parameter)
+                    if owned is None:
+                        destination.view(parameter).copy_(handle.get_tensor(stored_name))
+                        continue
+                    for index, piece in pieces_of(destination, shapes[destination.parameter], owned):
+                        piece.view(parameter).copy_(handle.get_slice(stored_name)[index])
 
 
 def _check_strictly(
-    module: nn.Module, stored: Mapping[str, StoredTensor], destinations: Mapping[str, Destination]
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor],
+    destinations: Mapping[str, Destination],
 ) -> None:
-    """Collect everything that is wrong into one error."""
-    parameters = dict(module.named_parameters())
+    """Collect everything that is wrong with what fills parameters of these shapes into one error."""
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     wrong_shape, wrong_dtype = [], []
     for name in sorted(stored.keys() & destinations.keys()):
         tensor = stored[name]

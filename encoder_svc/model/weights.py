@@ -10,7 +10,8 @@ from typing import cast
 import torch
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
-from common.checkpoint import Destination, load_weights, read_model_config, role_tensors, without_storage
+from common.checkpoint import load_weights, read_model_config, role_tensors, without_storage
+from common.checkpoint_regions import Destination
 from common.processor_config import ProcessorConfig
 from encoder_svc.model.attention_choice import select_attention
 from encoder_svc.model.vision import VisionTower
