@@ -1,6 +1,8 @@
 """`tandem decoder`: reads the settings, loads the language model, and serves until told to stop."""
 
 import asyncio
+import os
+import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ import structlog
 import torch
 import zmq.asyncio
 from cyclopts import Parameter
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig, Qwen3VLVisionConfig
 
 from common import __version__
 from common.checkpoint import read_model_config
@@ -23,24 +25,25 @@ from common.hub import resolve_checkpoint
 from common.logs import configure_logs
 from common.messages import Hello, Limits
 from common.payload_pool import PayloadPool
-from common.service import Service, run_service
+from common.service import Server, Service, run_service
 from common.settings import command_line
-from common.tensors import pick_device, pick_dtype, use_threads
+from common.tensors import dtype_name, pick_device, pick_dtype, use_threads
 from common.transport import Authenticator, Router
 from decoder_svc.config import DecoderSettings
 from decoder_svc.embedding_fetch import EncoderFetcher
 from decoder_svc.embedding_inbox import EmbeddingInbox
 from decoder_svc.engine import Engine, EngineLimits
 from decoder_svc.grammar import GrammarCompiler
-from decoder_svc.kv_cache import KVCache
+from decoder_svc.kv_budget import affordable_blocks, make_kv_cache
+from decoder_svc.model.parallel import check_split
 from decoder_svc.model.text import TextModel
 from decoder_svc.model.weights import load_text_model
+from decoder_svc.rank_processes import ParallelServer, RankProcesses
 from decoder_svc.server import DecoderServer
+from decoder_svc.tensor_parallel import RankSetup, agree_on_blocks, rank_device
 
 logger = structlog.get_logger(__name__)
 
-CPU_KV_CACHE_BYTES = 1 << 30
-CUDA_KV_CACHE_SHARE = 0.85
 # Tokens of a step by kind of device: a step's time is the largest gap that a new prompt makes in other streams.
 DEFAULT_STEP_TOKENS = 2048
 STEP_TOKENS = {"cpu": 768}
@@ -55,9 +58,22 @@ class _Loaded:
     grammars: GrammarCompiler | None
 
 
-async def open_decoder(settings: DecoderSettings) -> DecoderServer:
-    """Load the model, then bind the socket: a bound decoder is a ready one."""
-    loaded = await asyncio.to_thread(_load, settings)
+async def open_decoder(settings: DecoderSettings) -> Server:
+    """Load the model, with all its ranks, then bind the socket: a bound decoder is a ready one."""
+    checkpoint_dir = await asyncio.to_thread(resolve_checkpoint, settings.model, "decoder", settings.revision)
+    if settings.tp == 1:
+        return _serve(settings, await asyncio.to_thread(_load, settings, checkpoint_dir))
+    processes = RankProcesses(*await asyncio.to_thread(_plan_ranks, settings, checkpoint_dir))
+    try:
+        await processes.start()
+        loaded = await asyncio.to_thread(_load, settings, checkpoint_dir, processes)
+        return ParallelServer(_serve(settings, loaded), processes)
+    except BaseException:  # also when the start is broken off: what is half loaded is of no use
+        await processes.stop(grace_s=0)
+        raise
+
+
+def _serve(settings: DecoderSettings, loaded: _Loaded) -> DecoderServer:
     context = zmq.asyncio.Context()
     keys = settings.curve_keys()
     if keys is not None:
@@ -105,15 +121,52 @@ async def open_decoder(settings: DecoderSettings) -> DecoderServer:
     return server
 
 
-def _load(settings: DecoderSettings) -> _Loaded:
-    checkpoint_dir = resolve_checkpoint(settings.model, "decoder", settings.revision)
+def _plan_ranks(
+    settings: DecoderSettings, checkpoint_dir: Path
+) -> tuple[list[RankSetup], "tempfile.TemporaryDirectory[str]"]:
+    """What the other ranks are told. Raises ConfigError for a split that the model or the machine does not allow."""
+    config = read_model_config(checkpoint_dir)
+    check_split(cast(Qwen3VLTextConfig, config.text_config), settings.tp)
+    devices = [rank_device(settings.device, rank) for rank in range(settings.tp)]
+    folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
+    setups = [
+        RankSetup(
+            rank=rank,
+            size=settings.tp,
+            checkpoint_dir=str(checkpoint_dir),
+            dtype=dtype_name(pick_dtype(settings.dtype, config.dtype)),
+            device=devices[rank],
+            block_size=settings.block_size,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            threads=_threads(settings),
+            meeting_file=str(Path(folder.name) / "ranks"),
+            log_level=settings.log_level,
+            log_format=settings.log_format,
+        )
+        for rank in range(1, settings.tp)
+    ]
+    return setups, folder
+
+
+def _threads(settings: DecoderSettings) -> int:
+    """Threads of one rank."""
+    return max(1, (settings.threads or len(os.sched_getaffinity(0))) // settings.tp)
+
+
+def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProcesses | None = None) -> _Loaded:
     config = read_model_config(checkpoint_dir)
     vision_config = cast(Qwen3VLVisionConfig, config.vision_config)
-    use_threads(settings.threads)
+    use_threads(_threads(settings))
     dtype = pick_dtype(settings.dtype, config.dtype)
-    device = pick_device(settings.device)
-    model = load_text_model(checkpoint_dir, dtype=dtype, device=device, block_size=settings.block_size)
-    kv_cache = _kv_cache(settings, model)
+    device = rank_device(settings.device, 0) if processes is not None else pick_device(settings.device)
+    ranks = processes.ranks if processes is not None else None
+    model = load_text_model(checkpoint_dir, dtype=dtype, device=device, block_size=settings.block_size, ranks=ranks)
+    num_blocks = affordable_blocks(model, settings.kv_cache_bytes, settings.block_size)
+    if processes is not None:
+        num_blocks = agree_on_blocks(num_blocks, processes.channels)
+    kv_cache = make_kv_cache(model, num_blocks, settings.block_size)
+    if processes is not None:
+        processes.ranks.meet(processes.meeting_file, model.device, model.dtype)
     kv_tokens = kv_cache.num_blocks * kv_cache.block_size
     context = int(model.config.max_position_embeddings)
     max_model_len = min(settings.max_model_len or context, kv_tokens)
@@ -148,32 +201,6 @@ def _load(settings: DecoderSettings) -> _Loaded:
 
 def _max_tokens_per_step(settings: DecoderSettings, model: TextModel) -> int:
     return settings.max_tokens_per_step or STEP_TOKENS.get(model.device.type, DEFAULT_STEP_TOKENS)
-
-
-def _kv_cache(settings: DecoderSettings, model: TextModel) -> KVCache:
-    config = model.config
-    num_bytes = settings.kv_cache_bytes
-    if num_bytes == 0 and model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-        num_bytes = int(free * CUDA_KV_CACHE_SHARE)
-    num_bytes = num_bytes or CPU_KV_CACHE_BYTES
-    kv_heads = config.num_key_value_heads or config.num_attention_heads
-    block_bytes = 2 * config.num_hidden_layers * kv_heads * config.head_dim * settings.block_size * model.dtype.itemsize
-    num_blocks = num_bytes // block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"--kv-cache-bytes {num_bytes} holds {num_blocks} blocks of {block_bytes} bytes: give at least "
-            f"{2 * block_bytes}"
-        )
-    return KVCache(
-        config.num_hidden_layers,
-        num_blocks,
-        settings.block_size,
-        kv_heads,
-        config.head_dim,
-        model.dtype,
-        model.device,
-    )
 
 
 class _GenerationConfig(msgspec.Struct):

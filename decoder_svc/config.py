@@ -36,14 +36,19 @@ class DecoderSettings(CommonSettings):
     dtype: DtypeName = "auto"
     """Compute dtype of the language model: auto takes the checkpoint's."""
 
+    tp: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = 1
+    """Processes of this machine that the model is split over (tensor parallelism), each on a device of its own: of
+    --device cuda those from cuda:0 on."""
+
     threads: int = 0
-    """Threads of the model on CPU; 0 takes the cores that this process may use."""
+    """Threads of the model on CPU, of all --tp processes together; 0 takes the cores that this process may use."""
 
     max_model_len: int = 0
     """Tokens of one prompt and its answer together; 0 takes the checkpoint's context, or what the KV cache holds."""
 
     kv_cache_bytes: int = 0
-    """Memory of the KV cache; 0 takes 1 GiB on CPU, and 85 % of the memory that is free after loading on CUDA."""
+    """Memory of the KV cache, for each of --tp; 0 takes 1 GiB on CPU, and 85 % of what is free after loading on
+    CUDA."""
 
     block_size: int = 16
     """Tokens in one block of the KV cache."""

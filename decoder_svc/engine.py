@@ -197,6 +197,8 @@ class Engine:
         try:
             sampled = self._run(chunks)
         except Exception as exc:  # the engine lives: every request of the step is answered
+            if self._model.ranks.is_in_step:
+                raise  # the other ranks wait in the middle of it: this process ends, and gateways go on elsewhere
             if len(chunks) > 1:
                 logger.warning("a step failed; its sequences run apart", exc_info=exc, sequences=len(chunks))
                 return self._run_apart(chunks)

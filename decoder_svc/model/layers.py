@@ -19,6 +19,7 @@ from decoder_svc.model.attention import PagedAttention
 from decoder_svc.model.kernels import Heads, Kernels
 from decoder_svc.model.linear import Linear
 from decoder_svc.model.moe import SparseMoeBlock
+from decoder_svc.model.parallel import Ranks
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
@@ -38,6 +39,7 @@ class StepContext:
     kernels: Kernels
     attention: PagedAttention
     plan: Any
+    ranks: Ranks
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -127,8 +129,8 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, step: StepContext) -> Tensor:
         """[T, H] -> [T, H], in place."""
         mixed = self.self_attn(self.input_layernorm(hidden, step.kernels), self.layer_idx, step)
-        normed = self.post_attention_layernorm(hidden, step.kernels, mixed)
-        return hidden.add_(self.mlp(normed, step.kernels))
+        normed = self.post_attention_layernorm(hidden, step.kernels, step.ranks.sum(mixed))
+        return hidden.add_(step.ranks.sum(self.mlp(normed, step.kernels)))
 
 
 def is_moe_layer(config: Qwen3VLTextConfig, layer_idx: int) -> bool:

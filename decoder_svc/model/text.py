@@ -20,6 +20,7 @@ from decoder_svc.model.kernels import Kernels, TorchKernels
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
 from decoder_svc.model.linear import Linear, can_pack, pack_weight, packed_linear
 from decoder_svc.model.mrope import frequency_axes, inverse_frequencies, mrope_cos_sin
+from decoder_svc.model.parallel import Alone, Ranks, vocabulary_range
 from decoder_svc.model_input import ModelInput
 
 # The architecture's split of 64 frequencies, for configurations that do not say it.
@@ -40,16 +41,21 @@ class TextModel(nn.Module):
         kernels: Kernels | None = None,
         *,
         tie_word_embeddings: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`config` is that of this rank's share when there are several `ranks`."""
         super().__init__()
         _check_heads(config)
+        self.ranks: Ranks = ranks if ranks is not None else Alone()
+        self._own_vocabulary = slice(*vocabulary_range(config.vocab_size, self.ranks.shard))
         self.config = config
         self.attention: PagedAttention = attention if attention is not None else TorchPagedAttention()
         self.kernels: Kernels = kernels if kernels is not None else TorchKernels()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, idx) for idx in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        num_logits = self._own_vocabulary.stop - self._own_vocabulary.start
+        self.lm_head = None if tie_word_embeddings else Linear(config.hidden_size, num_logits, bias=False)
         self._packed_head: Tensor | None = None
         theta, section = _rope(config)
         self.register_buffer("_axes", frequency_axes(config.head_dim, section), persistent=False)
@@ -64,7 +70,7 @@ class TextModel(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
         if self.lm_head is None and can_pack(self.embed_tokens.weight):
-            self._packed_head = pack_weight(self.embed_tokens.weight)
+            self._packed_head = pack_weight(self.embed_tokens.weight[self._own_vocabulary])
         return self
 
     @property
@@ -97,6 +103,8 @@ class TextModel(nn.Module):
 
         Source: transformers 5.24, modeling_qwen3_vl.py, `Qwen3VLTextModel.forward`.
         """
+        self._check_vision(model_input)
+        self.ranks.begin_step(model_input)
         hidden = self.embed_tokens(model_input.input_ids)  # [T, H]
         taken: dict[int, Tensor] = {}
         levels = self._place_vision(hidden, model_input)
@@ -111,25 +119,25 @@ class TextModel(nn.Module):
 
     @torch.inference_mode()
     def logits(self, wanted: Tensor) -> Tensor:
-        """The output projection: [R, H] after the last norm -> [R, vocab]."""
+        """The output projection: [R, H] after the last norm -> [R, vocab]; of several ranks, rank 0 gets it."""
         if self.lm_head is not None:
-            out: Tensor = self.lm_head(wanted)
-            return out
-        if self._packed_head is not None:
-            return packed_linear(wanted, self._packed_head)
-        return F.linear(wanted, self.embed_tokens.weight)
+            own: Tensor = self.lm_head(wanted)
+        elif self._packed_head is not None:
+            own = packed_linear(wanted, self._packed_head)
+        else:
+            own = F.linear(wanted, self.embed_tokens.weight[self._own_vocabulary])
+        return self.ranks.join_columns(own, self.config.vocab_size)
 
     def _step_context(self, model_input: ModelInput, kv_cache: KVCache) -> StepContext:
         cos, sin = mrope_cos_sin(model_input.positions, self.get_buffer("_frequencies"), self.get_buffer("_axes"))
         plan = self.attention.prepare(model_input, kv_cache)
-        return StepContext(cos, sin, model_input.slot_mapping, kv_cache, self.kernels, self.attention, plan)
+        return StepContext(cos, sin, model_input.slot_mapping, kv_cache, self.kernels, self.attention, plan, self.ranks)
 
-    def _place_vision(self, hidden: Tensor, model_input: ModelInput) -> list[Tensor]:
-        """Replace the placeholder rows of `hidden` [T, H] by the main embeddings; returns the L levels [V, H]."""
-        embeds = model_input.vision_embeds
+    def _check_vision(self, model_input: ModelInput) -> None:
+        """Raise ModelFailure for a payload that does not fit, before any rank begins."""
+        embeds, width = model_input.vision_embeds, self.config.hidden_size
         if embeds is None:
-            return []
-        width = hidden.shape[1]
+            return
         num_levels = embeds.shape[1] // width - 1
         if embeds.shape[0] != model_input.vision_rows.shape[0] or embeds.shape[1] % width or num_levels < 0:
             raise ModelFailure(
@@ -138,7 +146,13 @@ class TextModel(nn.Module):
             )
         if num_levels > len(self.layers):
             raise ModelFailure(f"{num_levels} DeepStack levels need as many layers, the model has {len(self.layers)}")
-        main, *levels = torch.split(embeds.to(hidden), width, dim=1)
+
+    def _place_vision(self, hidden: Tensor, model_input: ModelInput) -> list[Tensor]:
+        """Replace the placeholder rows of `hidden` [T, H] by the main embeddings; returns the L levels [V, H]."""
+        embeds = model_input.vision_embeds
+        if embeds is None:
+            return []
+        main, *levels = torch.split(embeds.to(hidden), hidden.shape[1], dim=1)
         hidden.index_copy_(0, model_input.vision_rows, main)
         return levels
 

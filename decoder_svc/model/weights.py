@@ -15,7 +15,7 @@ import torch
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
 from common.checkpoint import (
-    Destination,
+    Share,
     StoredTensor,
     load_weights,
     read_model_config,
@@ -23,9 +23,11 @@ from common.checkpoint import (
     role_tensors,
     without_storage,
 )
+from common.checkpoint_regions import Destination
 from common.errors import CheckpointError
 from decoder_svc.model.attention import select_attention
 from decoder_svc.model.kernels import select_kernels
+from decoder_svc.model.parallel import WHOLE, Ranks, check_split, local_config, owned_parameters
 from decoder_svc.model.text import TextModel
 
 logger = logging.getLogger(__name__)
@@ -36,12 +38,19 @@ _EXPERTS = re.compile(r"^(layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)$"
 
 
 def load_text_model(
-    checkpoint_dir: Path, *, dtype: torch.dtype, device: str, block_size: int = 16, pack: bool = True
+    checkpoint_dir: Path,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    block_size: int = 16,
+    pack: bool = True,
+    ranks: Ranks | None = None,
 ) -> TextModel:
     """The language model of a checkpoint, ready to run.
 
     `block_size` is that of the KV cache it will run over: it decides which attention kernels can be used. Weights are
-    packed for the processor unless `pack` is false, which leaves the parameters readable.
+    packed for the processor unless `pack` is false, which leaves the parameters readable. Of several `ranks` each gets
+    its share of the model, and reads no more of the checkpoint. Raises ConfigError when it cannot be split so.
     """
     config = read_model_config(checkpoint_dir)
     stored = role_tensors(checkpoint_dir, "decoder")
@@ -52,14 +61,28 @@ def load_text_model(
     text_config = cast(Qwen3VLTextConfig, config.text_config)
     kernels = select_kernels(device)
     attention = select_attention(device, dtype, block_size, kernels)
+    shard = ranks.shard if ranks is not None else WHOLE
+    check_split(text_config, shard.size)
+    own_config = local_config(text_config, shard.size)
     with without_storage():
-        model = TextModel(text_config, attention, kernels, tie_word_embeddings=is_tied)
-    load_weights(model, stored, text_destinations(model, stored), dtype=dtype, device=device)
+        model = TextModel(own_config, attention, kernels, tie_word_embeddings=is_tied, ranks=ranks)
+        whole = model if shard == WHOLE else TextModel(text_config, tie_word_embeddings=is_tied)
+    share = None if shard == WHOLE else Share(whole, owned_parameters(whole, text_config, shard))
+    load_weights(model, stored, text_destinations(whole, stored), dtype=dtype, device=device, share=share)
+    if shard.rank > 0:
+        _drop_biases_of_sums(model)
     model.eval()
     if pack:
         model.pack()
     logger.info("language model loaded: %s kernels, %s attention", kernels.name, attention.name)
     return model
+
+
+def _drop_biases_of_sums(model: TextModel) -> None:
+    """A bias behind a sum over ranks is added once: by rank 0."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".o_proj.bias"):
+            parameter.data.zero_()
 
 
 def _has_own_lm_head(stored: Mapping[str, StoredTensor]) -> bool:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ class FailingModel(torch.nn.Module):
         self.inner = model
         self.bad_token = bad_token
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
+        self.ranks = model.ranks
 
     def forward(self, model_input: object, kv_cache: object) -> Tensor:
         if self.bad_token in model_input.input_ids.tolist():  # type: ignore[attr-defined]
@@ -54,6 +56,16 @@ def test_a_step_that_raises_ends_the_guilty_request_alone(world: World) -> None:
     for mate in mates:
         assert [run.outputs[mate.request_id, choice] for choice in range(mate.sampling.n)] == solo(world, mate)
         assert run.ends[mate.request_id, 0].finish_reason == "length"
+
+
+def test_a_step_that_other_ranks_are_in_ends_the_engine_when_it_raises(world: World) -> None:
+    """They wait for their part of it: no other step can be run with them."""
+    model = FailingModel(world.pair.model, 99)
+    model.ranks = SimpleNamespace(is_in_step=True)  # type: ignore[assignment]
+    run = Driver(make_engine(model), world.embeddings.__getitem__)  # type: ignore[arg-type]
+    run.add(request_of(world, [99], request_id="bad"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.engine.step()
 
 
 def test_a_sampler_that_raises_leaves_the_others_as_they_were(world: World) -> None:

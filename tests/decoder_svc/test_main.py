@@ -1,4 +1,4 @@
-"""The start of the decoder: the size of its cache, and the tokens that end an answer."""
+"""The start of the decoder: its steps and threads, and the tokens that end an answer."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from decoder_svc.__main__ import _eos_token_ids, _kv_cache, _max_tokens_per_step
+from decoder_svc.__main__ import _eos_token_ids, _max_tokens_per_step, _threads
 from decoder_svc.config import DecoderSettings
 from tests.decoder_svc.engines import World
 
@@ -40,17 +40,13 @@ def test_a_damaged_generation_config_stops_the_start(tmp_path: Path, content: st
         _eos_token_ids(tmp_path, CONFIG)
 
 
-def test_the_cache_takes_the_bytes_that_it_is_given(world: World) -> None:
-    settings = DecoderSettings(model="m", kv_cache_bytes=100_000, block_size=4)
-    cache = _kv_cache(settings, world.pair.model)
-    assert 100_000 - cache.num_bytes / cache.num_blocks < cache.num_bytes <= 100_000
-
-
-def test_a_cache_too_small_for_two_blocks_stops_the_start_with_the_bytes_it_needs(world: World) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-cache-bytes 100 .* give at least 8192"):
-        _kv_cache(DecoderSettings(model="m", kv_cache_bytes=100, block_size=4), world.pair.model)
-
-
 def test_steps_on_cpu_are_short_unless_the_setting_says_otherwise(world: World) -> None:
     assert _max_tokens_per_step(DecoderSettings(model="m"), world.pair.model) == 768
     assert _max_tokens_per_step(DecoderSettings(model="m", max_tokens_per_step=4096), world.pair.model) == 4096
+
+
+def test_the_threads_are_shared_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    assert _threads(DecoderSettings(model="m")) == 6
+    assert _threads(DecoderSettings(model="m", tp=2)) == 3
+    assert _threads(DecoderSettings(model="m", tp=4, threads=2)) == 1

@@ -68,6 +68,9 @@ def test_the_other_sources_are_folders_that_are_only_read() -> None:
             "prometheusAddress is needed",
         ),
         ({"httpRoute.enabled": "true"}, "1.34.0", "httpRoute.parentRefs is needed"),
+        ({"decoder.gpu.count": "4"}, "1.34.0", "decoder.gpu.count is 4, but a pod uses 1"),
+        ({"decoder.gpu.count": "1", "decoder.settings.tp": "2"}, "1.34.0", "decoder.gpu.count is 1, but a pod uses 2"),
+        ({"encoder.gpu.count": "2"}, "1.34.0", "encoder.gpu.count is 2, but a pod uses 1"),
         ({}, "1.28.0", "incompatible with Kubernetes"),
     ],
 )
@@ -80,8 +83,15 @@ def test_values_that_cannot_work_are_refused_with_the_remedy(
 
 def test_devices_are_asked_for_and_cores_are_those_of_the_pod() -> None:
     rendered = render(
-        {**INSECURE, "decoder.gpu.count": "4", "decoder.runtimeClassName": "nvidia", "decoder.sharedMemory": "8Gi"}
+        {
+            **INSECURE,
+            "decoder.gpu.count": "4",
+            "decoder.settings.tp": "4",
+            "decoder.runtimeClassName": "nvidia",
+            "decoder.sharedMemory": "8Gi",
+        }
     )
+    assert rendered.container("decoder")["args"][-2:] == ["--tp", "4"]
     pod = rendered.one("Deployment", "decoder")["spec"]["template"]["spec"]
     assert pod["runtimeClassName"] == "nvidia"
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4

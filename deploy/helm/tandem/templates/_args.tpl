@@ -36,6 +36,11 @@
 {{- else -}}
 {{- $args = concat $args (list "--http-port" "7200" "--control-endpoint" (printf "%s:7201" $zmq)) -}}
 {{- end -}}
+{{- $gpus := int (($values.gpu | default dict).count | default 0) -}}
+{{- $used := int ($values.settings.tp | default 1) -}}
+{{- if and (gt $gpus 0) (ne $gpus $used) -}}
+{{- fail (printf "%s.gpu.count is %d, but a pod uses %d: an encoder one, a decoder as many as decoder.settings.tp says" $tier $gpus $used) -}}
+{{- end -}}
 {{- if ne $tier "encoder" -}}
 {{- if $root.Values.encoder.enabled -}}
 {{- $args = concat $args (list "--encoders" (include "tandem.members" (dict "root" $root "tier" "encoder"))) -}}

@@ -1,0 +1,49 @@
+"""How many blocks the KV cache of a process gets.
+
+Owns the defaults by device and the bytes of a block. With tensor parallelism every process has the blocks of its own
+heads, and as many of them as all others. Runs once, at start, after the weights are loaded.
+"""
+
+import torch
+
+from common.errors import ConfigError
+from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.text import TextModel
+
+CPU_KV_CACHE_BYTES = 1 << 30
+CUDA_KV_CACHE_SHARE = 0.85
+
+
+def affordable_blocks(model: TextModel, num_bytes: int, block_size: int) -> int:
+    """Blocks that fit into `num_bytes`, or for 0 into what the device has. Raises ConfigError for fewer than two."""
+    config = model.config
+    if num_bytes == 0 and model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        num_bytes = int(free * CUDA_KV_CACHE_SHARE)
+    num_bytes = num_bytes or CPU_KV_CACHE_BYTES
+    block_bytes = 2 * config.num_hidden_layers * _kv_heads(model) * config.head_dim * block_size * model.dtype.itemsize
+    num_blocks = num_bytes // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"--kv-cache-bytes {num_bytes} holds {num_blocks} blocks of {block_bytes} bytes: give at least "
+            f"{2 * block_bytes}"
+        )
+    return num_blocks
+
+
+def make_kv_cache(model: TextModel, num_blocks: int, block_size: int) -> KVCache:
+    """An empty cache for the heads that a model has."""
+    config = model.config
+    return KVCache(
+        config.num_hidden_layers,
+        num_blocks,
+        block_size,
+        _kv_heads(model),
+        config.head_dim,
+        model.dtype,
+        model.device,
+    )
+
+
+def _kv_heads(model: TextModel) -> int:
+    return int(model.config.num_key_value_heads or model.config.num_attention_heads)

@@ -1,0 +1,203 @@
+"""`tandem decoder --tp 2` as real processes: the tokens of one process, one fetch for all ranks, and one fate."""
+
+import asyncio
+import base64
+import contextlib
+import ipaddress
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from common.processor_config import ProcessorConfig
+from deploy.local import free_port
+from gateway_svc.detokenizer import TokenTable
+from tests.common.sockets import eventually
+from tests.integration.conftest import text_message
+from tests.media_samples import encoded, picture
+from tests.paths import REPOSITORY
+from tests.reference import Media, Reference, Turn
+from tests.servable import save_servable
+from tests.stack import Stack, running_stack
+from tests.tiny_models import DECODER_SHARD
+from tests.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MAX_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_servable(tmp_path_factory.mktemp("checkpoint") / "tiny")[0]
+
+
+@contextlib.asynccontextmanager
+async def split_stack(folder: Path, model: Path) -> AsyncIterator[Stack]:
+    async with running_stack(folder, model, by_role={"decoder": {"TANDEM_TP": "2"}}) as stack:
+        yield stack
+
+
+def image(width: int, height: int, seed: int) -> Media:
+    return Media("image", encoded(Image.fromarray(picture(width, height, seed))))
+
+
+CASES = [
+    [Turn("user", ["What is this?"])],
+    [Turn("system", ["the quick brown fox"]), Turn("user", ["compare 123"])],
+    [Turn("user", [image(200, 150, 1), "What is in the picture?"])],
+    [Turn("user", ["First ", image(96, 240, 2), " then ", image(128, 128, 3), " what?"])],
+    [Turn("user", [*(image(90, 70, seed) for seed in range(4, 8)), "all"])],
+    [Turn("user", [image(200, 150, 1), "again"])],
+]
+
+
+def messages_of(turns: list[Turn]) -> list[dict[str, Any]]:
+    return [{"role": turn.role, "content": [_part(part) for part in turn.parts]} for turn in turns]
+
+
+def _part(part: str | Media) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(part.data).decode()}"}}
+
+
+async def generated(stack: Stack, messages: Any, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    async with stack.client() as client:
+        response = await client.chat.completions.create(
+            model="tiny", messages=messages, max_completion_tokens=max_tokens, logprobs=True
+        )
+    logprobs = response.choices[0].logprobs
+    assert logprobs is not None
+    return [token.bytes or [] for token in logprobs.content or []]
+
+
+def ranks_of(stack: Stack) -> list[psutil.Process]:
+    """The other ranks of the decoder."""
+    pid = stack.local.children["decoder-0"].pid
+    assert pid is not None
+    return psutil.Process(pid).children()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "moe"])
+async def test_two_processes_give_the_tokens_of_one(is_moe: bool, tmp_path: Path) -> None:
+    directory, model = save_servable(tmp_path / "model" / "tiny", gain=3.5, deepstack_gain=2.5, is_moe=is_moe)
+    reference = Reference(model, tiny_tokenizer(), ProcessorConfig.load(directory))
+    table = TokenTable(reference.tokenizer)
+    expected = [await asyncio.to_thread(reference.generate, turns, MAX_TOKENS) for turns in CASES]
+    async with split_stack(tmp_path, directory) as stack:
+        alone = [await generated(stack, messages_of(turns)) for turns in CASES]
+        together = await asyncio.gather(*(generated(stack, messages_of(turns)) for turns in CASES))
+        for turns, answers, tokens in zip(CASES, zip(alone, together, strict=True), expected, strict=True):
+            assert len(set(tokens)) >= 6, "an output that repeats itself proves little"
+            for answer in answers:
+                assert answer == [list(table.bytes_of(token)) for token in tokens], turns
+        # Each of the seven pictures came once, for both ranks, and its tokens were given to the other one.
+        assert await stack.metric("decoder-0", "tandem_decoder_ranks") == 2
+        assert await stack.metric("decoder-0", "tandem_decoder_fetches_total") == 7
+        assert await stack.metric("decoder-0", "tandem_decoder_broadcast_bytes_total") > 7 * 48 * 4 * 4
+        (rank,) = ranks_of(stack)
+        _nothing_listens_beyond_this_machine(psutil.Process(stack.local.children["decoder-0"].pid), rank)
+
+
+def _nothing_listens_beyond_this_machine(*processes: psutil.Process) -> None:
+    for process in processes:
+        listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert listening, "gloo listens in every rank"
+        assert all(ipaddress.ip_address(address.ip).is_loopback for address in listening), listening
+
+
+@pytest.fixture
+async def stack(dense: Path, tmp_path: Path) -> AsyncIterator[Stack]:
+    async with split_stack(tmp_path, dense) as stack:
+        yield stack
+
+
+async def has_begun(stack: Stack) -> None:
+    """Return when the decoder has run some steps."""
+    async with asyncio.timeout(60):
+        while await stack.metric("decoder-0", "tandem_decoder_step_seconds_count") < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_rank_that_dies_ends_the_decoder_at_once(stack: Stack) -> None:
+    (rank,) = ranks_of(stack)
+    running = asyncio.create_task(generated(stack, text_message("go on"), 3000))
+    await has_begun(stack)
+    rank.kill()
+    async with asyncio.timeout(20):
+        assert await stack.local.children["decoder-0"].wait() != 0
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_rank_that_dies_while_nothing_runs_ends_the_decoder_too(stack: Stack) -> None:
+    (rank,) = ranks_of(stack)
+    rank.kill()
+    async with asyncio.timeout(20):
+        assert await stack.local.children["decoder-0"].wait() == 1
+    assert "a rank of this decoder has ended" in stack.log("decoder-0")
+
+
+async def test_ranks_go_with_a_rank_0_that_is_killed(stack: Stack) -> None:
+    ranks = ranks_of(stack)
+    assert len(ranks) == 1
+    await stack.kill("decoder-0")
+    await eventually(lambda: all(map(is_gone, ranks)), 20)
+
+
+async def test_a_drain_finishes_what_runs_although_every_process_gets_the_signal(stack: Stack) -> None:
+    ranks = ranks_of(stack)
+    running = asyncio.create_task(generated(stack, text_message("go on"), 40))
+    await has_begun(stack)
+    pid = stack.local.children["decoder-0"].pid
+    assert pid is not None
+    for process in (*ranks, psutil.Process(pid)):
+        process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(60):
+        assert len(await running) == 40
+        assert await stack.local.children["decoder-0"].wait() == 0
+    assert all(map(is_gone, ranks))
+
+
+async def error_of(tmp_path: Path, *arguments: str) -> str:
+    """What a decoder that cannot start says, once it has ended with code 2."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "decoder_svc", "--log-level", "error", *arguments),
+        *("--control-endpoint", f"ipc://{tmp_path}/c", "--http-port", str(free_port())),
+        stderr=asyncio.subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    async with asyncio.timeout(60):
+        _, err = await process.communicate()
+    assert process.returncode == 2, err.decode()
+    assert b"Traceback" not in err
+    (line,) = [line for line in err.decode().splitlines() if line.startswith("tandem decoder: ")]
+    return line
+
+
+@pytest.mark.parametrize("tp", [3, 8])
+async def test_a_split_that_the_model_does_not_allow_is_one_line(dense: Path, tmp_path: Path, tp: int) -> None:
+    error = await error_of(tmp_path, "--model", str(dense), "--tp", str(tp))
+    assert f"--tp {tp} does not divide" in error
+    assert "use one of [1, 2, 4]" in error
+
+
+async def test_a_checkpoint_that_no_rank_can_load_is_one_line_of_rank_0(dense: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(dense, tmp_path / "broken")
+    (broken / DECODER_SHARD).write_bytes(b"no safetensors")
+    error = await error_of(tmp_path, "--model", str(broken), "--tp", "2")
+    assert f"{DECODER_SHARD} is not a valid safetensors file" in error
