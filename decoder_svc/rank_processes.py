@@ -21,7 +21,7 @@ from common.processes import Child, Command
 from decoder_svc.model.parallel import Shard
 from decoder_svc.rank import CANNOT_LOAD_CODE
 from decoder_svc.server import DecoderServer
-from decoder_svc.tensor_parallel import Channel, ProcessRanks, RankSetup
+from decoder_svc.tensor_parallel import Channel, ProcessRanks, RankSetup, while_loading
 
 logger = structlog.get_logger(__name__)
 
@@ -59,13 +59,14 @@ class RankProcesses:
         return Path(self._meeting_dir.name) / "ranks"
 
     async def start(self) -> None:
-        """Start the processes and tell each what it is."""
+        """Start the processes and tell each what it is. Raises ModelFailure when one is gone at once."""
         for child, theirs, channel, setup in zip(
             self._children, self._theirs, self.channels, self._setups, strict=True
         ):
             await child.start()
             theirs.close()
-            channel.send_setup(setup)
+            with while_loading():
+                channel.send_setup(setup)
         self._watching = asyncio.create_task(self._watch(), name="watch-ranks")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:

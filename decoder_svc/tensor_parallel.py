@@ -9,7 +9,8 @@ ends the rank. In rank 0 the engine thread takes the steps; the others have one 
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.errors import ModelFailure
 from common.logs import LogFormat, LogLevel
 from common.metrics import Counter, Gauge
 from common.tensors import pick_device
@@ -35,6 +37,7 @@ TIMEOUT = timedelta(seconds=600)
 LOOPBACK = "lo"
 _NUMBER = struct.Struct("<q")
 _MAX_SETUP_BYTES = 1 << 16
+_GONE = "the other end of a rank's channel is gone"
 
 
 class RankSetup(msgspec.Struct):
@@ -69,7 +72,7 @@ class Channel:
         """Tell a rank what it is."""
         data = msgspec.msgpack.encode(setup)
         self.send_number(len(data))
-        self._socket.sendall(data)
+        self.send(data)
 
     def receive_setup(self) -> RankSetup:
         """What this rank is. Raises EOFError."""
@@ -78,8 +81,8 @@ class Channel:
         return msgspec.msgpack.decode(self.receive(length), type=RankSetup)
 
     def send_number(self, value: int) -> None:
-        """One integer."""
-        self._socket.sendall(_NUMBER.pack(value))
+        """One integer. Raises EOFError."""
+        self.send(_NUMBER.pack(value))
 
     def receive_number(self) -> int:
         """One integer. Raises EOFError."""
@@ -87,16 +90,22 @@ class Channel:
         return value
 
     def send(self, data: bytes) -> None:
-        """Bytes whose number the other end knows."""
-        self._socket.sendall(data)
+        """Bytes whose number the other end knows. Raises EOFError when the other end is gone."""
+        try:
+            self._socket.sendall(data)
+        except ConnectionError as exc:
+            raise EOFError(_GONE) from exc
 
     def receive(self, count: int) -> bytes:
         """So many bytes, however long they take. Raises EOFError when the other end is gone."""
         data = b""
         while len(data) < count:
-            piece = self._socket.recv(count - len(data))
+            try:
+                piece = self._socket.recv(count - len(data))
+            except ConnectionResetError as exc:  # it left something unread
+                raise EOFError(_GONE) from exc
             if not piece:
-                raise EOFError("the other end of a rank's channel is gone")
+                raise EOFError(_GONE)
             data += piece
         return data
 
@@ -105,14 +114,24 @@ class Channel:
         self._socket.close()
 
 
+@contextmanager
+def while_loading() -> Iterator[None]:
+    """In rank 0: a rank that is gone before it was ready ends the start, with a reason that a person can follow."""
+    try:
+        yield
+    except EOFError as exc:
+        raise ModelFailure("one of the --tp processes ended while it loaded: its own log lines say why") from exc
+
+
 def agree_on_blocks(own: int, channels: Sequence[Channel]) -> int:
     """The KV blocks of rank 0 and all others: as many as the one with least room can hold.
 
-    Waits until the others have loaded too. Raises EOFError when one is gone.
+    Waits until the others have loaded too. Raises ModelFailure when one has ended meanwhile.
     """
-    num_blocks = min([own, *(channel.receive_number() for channel in channels)])
-    for channel in channels:
-        channel.send_number(num_blocks)
+    with while_loading():
+        num_blocks = min([own, *(channel.receive_number() for channel in channels)])
+        for channel in channels:
+            channel.send_number(num_blocks)
     return num_blocks
 
 

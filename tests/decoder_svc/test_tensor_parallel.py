@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ModelFailure
 from decoder_svc.tensor_parallel import Channel, RankSetup, agree_on_blocks, rank_device
 
 SETUP = RankSetup(
@@ -41,6 +41,23 @@ def test_a_rank_hears_that_rank_0_is_gone_also_in_the_middle_of_a_message() -> N
     ours.close()
     with pytest.raises(EOFError, match="gone"):
         theirs.receive(8)
+
+
+def test_a_rank_that_left_something_unread_is_gone_all_the_same() -> None:
+    ours, theirs = channel_pair()
+    ours.send(b"1234")
+    theirs.close()
+    with pytest.raises(EOFError, match="gone"):
+        ours.receive(8)
+    with pytest.raises(EOFError, match="gone"):
+        ours.send_number(1)
+
+
+def test_a_rank_that_ends_while_it_loads_ends_the_start() -> None:
+    ours, theirs = channel_pair()
+    theirs.close()
+    with pytest.raises(ModelFailure, match="ended while it loaded"):
+        agree_on_blocks(100, [ours])
 
 
 def test_all_ranks_have_as_many_blocks_as_the_one_with_least_room() -> None:

@@ -201,3 +201,23 @@ async def test_a_checkpoint_that_no_rank_can_load_is_one_line_of_rank_0(dense: P
     (broken / DECODER_SHARD).write_bytes(b"no safetensors")
     error = await error_of(tmp_path, "--model", str(broken), "--tp", "2")
     assert f"{DECODER_SHARD} is not a valid safetensors file" in error
+
+
+@pytest.mark.parametrize(("to_rank_0", "number", "code"), [(True, signal.SIGTERM, 0), (False, signal.SIGKILL, 2)])
+async def test_a_start_that_is_broken_off_leaves_no_process(
+    dense: Path, tmp_path: Path, to_rank_0: bool, number: signal.Signals, code: int
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "decoder_svc", "--model", str(dense), "--tp", "2"),
+        *("--control-endpoint", f"ipc://{tmp_path}/c", "--http-port", str(free_port())),
+        stderr=asyncio.subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    (rank,) = await eventually(lambda: psutil.Process(process.pid).children(), 60)
+    # Nobody can be ready yet: the rank has only just begun to import torch.
+    (psutil.Process(process.pid) if to_rank_0 else rank).send_signal(number)
+    async with asyncio.timeout(60):
+        _, err = await process.communicate()
+    assert process.returncode == code, err.decode()
+    assert b"Traceback" not in err
+    await eventually(lambda: is_gone(rank))
