@@ -16,9 +16,11 @@ from torch import Tensor
 
 from common.compiled_library import find_compiled_library
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.amx import amx_library
 
-# Sizes that `kernels.cpp` has room for.
+# Sizes that `kernels.cpp` has room for, and `attention_amx.cpp`.
 LANES, MAX_HEAD_DIM = 16, 256
+AMX_HEAD_DIMS, AMX_TOKENS, AMX_MAX_GROUP = (64, 128), 16, 16
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
@@ -114,6 +116,7 @@ class NativeKernels:
             getattr(self._library, function).argtypes = types
             getattr(self._library, function).restype = None
         self._torch = TorchKernels()
+        self._amx = amx_library()
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
         rows, size = hidden.shape
@@ -189,8 +192,7 @@ class NativeKernels:
         tables    [S, b] int32, contexts [S] int32, of which `which` [d] int64 are meant
         """
         assert q.dtype == out.dtype == cache.pool.dtype, "queries and the cache share a dtype"
-        self._library.tandem_attend_decode(
-            q.dtype == torch.bfloat16,
+        arguments = (
             q.data_ptr(),
             cache.pool[layer].data_ptr(),
             out.data_ptr(),
@@ -206,6 +208,20 @@ class NativeKernels:
             cache.block_size,
             torch.get_num_threads(),
         )
+        if self._amx is not None and _fits_amx(cache, q.shape[1]):
+            self._amx.tandem_attend_decode_amx(*arguments)
+        else:
+            self._library.tandem_attend_decode(q.dtype == torch.bfloat16, *arguments)
+
+
+def _fits_amx(cache: KVCache, num_heads: int) -> bool:
+    """Whether the kernel for processors with AMX takes a cache's dtype and sizes."""
+    return (
+        cache.pool.dtype == torch.bfloat16
+        and cache.head_dim in AMX_HEAD_DIMS
+        and cache.block_size % AMX_TOKENS == 0
+        and num_heads <= AMX_MAX_GROUP * cache.num_kv_heads
+    )
 
 
 def _fits(size: int, *tensors: Tensor | None) -> bool:

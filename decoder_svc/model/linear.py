@@ -1,13 +1,19 @@
 """Linear layers whose weights are laid out once for the processor's matrix units.
 
-Owns the layout: on CPU the weight is reordered by oneDNN after loading, and the plain copy is dropped. A plain matrix
-product reorders it in each call, which is most of its time for the few rows of a decode step. Knows nothing of what the
+Owns the layouts: on CPU the weight is reordered after loading, and the plain copy is dropped. A plain matrix product
+reorders it in each call, which is most of its time for the few rows of a decode step. In bfloat16 on a processor with
+AMX the layout and the product are ours (`linear_amx.cpp`, where it was built), else oneDNN's. Knows nothing of what the
 layer is for. Packed once at start, used in the compute thread.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from decoder_svc.model.amx import amx_library
+
+# Rows and columns of a packed weight's tiles: what our product takes is a multiple of both.
+AMX_TILE = 32
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -22,14 +28,41 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A weight [out, in] in oneDNN's layout, for any number of rows."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+    """A weight [out, in] laid out for `packed_linear`, for any number of rows: in our tiles, or oneDNN's layout."""
+    weight = weight.detach()
+    out_size, in_size = weight.shape
+    fits_tiles = weight.dtype == torch.bfloat16 and out_size % AMX_TILE == 0 and in_size % AMX_TILE == 0
+    if fits_tiles and amx_library() is not None:
+        tiles = weight.reshape(out_size // 32, 2, 16, in_size // 32, 16, 2)
+        return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()  # [out / 32, in / 32, 2, 16 pairs of in, 16 of out, 2]
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return packed
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """[rows, in] times a packed weight -> [rows, out]."""
+    if not packed.is_mkldnn:
+        return _amx_linear(x, packed, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def _amx_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    library, x = amx_library(), x.contiguous()
+    assert library is not None, "a weight in our tiles was packed here"
+    assert x.dtype == torch.bfloat16
+    assert x.shape[1] == packed.shape[1] * AMX_TILE, "rows fit the weight"
+    out = x.new_empty(x.shape[0], packed.shape[0] * AMX_TILE)
+    library.tandem_linear_amx(
+        x.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        out.shape[1],
+        torch.get_num_threads(),
+    )
     return out
 
 

@@ -39,6 +39,8 @@ PACKAGES = {
     "decoder_svc": "Decoder",
     "deploy": "Autoscaler",
 }
+# Compiled code that is called through ctypes: no modules of Python's.
+COMPILED = ("decoder_svc.model._kernels", "decoder_svc.model._amx", "encoder_svc.model._attention_amx")
 # Defaults that depend on the machine, in words.
 DEFAULTS_IN_WORDS = {"model": "the demo model", "data_dir": "`.tandem`"}
 
@@ -115,8 +117,7 @@ def metrics_of(package: str) -> Iterator[MetricWrapperBase]:
 def _modules(package: str) -> Iterator[Any]:
     root = importlib.import_module(package)
     for info in pkgutil.walk_packages(root.__path__, f"{package}."):
-        # Compiled operators are no modules of Python's.
-        if info.name not in ("decoder_svc.model._kernels", "encoder_svc.model._attention_amx"):
+        if info.name not in COMPILED:
             yield importlib.import_module(info.name)
 
 

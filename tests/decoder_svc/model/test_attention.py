@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.model import kernels
+from decoder_svc.model.amx import amx_library
 from decoder_svc.model.attention import (
     QUERY_TILE,
     NativePagedAttention,
@@ -21,6 +23,7 @@ from decoder_svc.model_input import ModelInput
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 8, 16
 LIBRARY = compiled_library()
 compiled = pytest.mark.skipif(LIBRARY is None, reason="the compiled kernels were not built at installation")
+MIXED = [(1, 1), (16, 1), (17, 1), (300, 1), (70, 20), (90, 1), (5, 5), (128, 1), (129, 1)]
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,14 +104,40 @@ def test_half_precision_stays_near() -> None:
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(4, 4, 16, 4), (6, 2, 32, 16), (8, 4, 64, 16), (20, 1, 128, 20), (2, 2, 96, 40)])
-def test_compiled_decoding_equals_plain_causal_attention(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+def test_compiled_decoding_equals_plain_causal_attention(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert LIBRARY is not None
-    run_step(
-        [(1, 1), (16, 1), (17, 1), (300, 1), (70, 20), (90, 1), (5, 5)],
-        dtype=dtype,
-        attention=NativePagedAttention(NativeKernels(LIBRARY)),
-        sizes=sizes,
-    )
+    monkeypatch.setattr(kernels, "amx_library", lambda: None)
+    run_step(MIXED, dtype=dtype, attention=NativePagedAttention(NativeKernels(LIBRARY)), sizes=sizes)
+
+
+@compiled
+@pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize(("head_dim", "block"), [(64, 16), (128, 16), (64, 48), (128, 256)])
+def test_decoding_with_amx_equals_plain_causal_attention(
+    group: int, head_dim: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LIBRARY is not None
+    native = NativeKernels(LIBRARY)
+    monkeypatch.setattr(native, "_library", None)  # which is not asked
+    sizes = (2 * group, 2, head_dim, block)
+    run_step(MIXED, dtype=torch.bfloat16, attention=NativePagedAttention(native), sizes=sizes)
+
+
+@compiled
+def test_a_value_that_is_not_a_number_in_a_context_reaches_the_result() -> None:
+    assert LIBRARY is not None
+    for poisoned in ("keys", "values"):
+        cache = KVCache(1, 3, 16, 1, 64, torch.bfloat16, "cpu")
+        getattr(cache, poisoned)[0, 1, 0, 3] = float("nan")
+        q, out = torch.randn(2, 2, 64).to(torch.bfloat16), torch.zeros(2, 2, 64, dtype=torch.bfloat16)
+        tables = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
+        contexts, rows = torch.tensor([20, 20], dtype=torch.int32), torch.arange(2)
+        NativeKernels(LIBRARY).attend_decode(q, cache, 0, tables, contexts, rows, rows, out)
+        assert out[0].isnan().all()
+        assert out[1].isfinite().all()
 
 
 @compiled

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model import kernels as module
+from decoder_svc.model import linear
+from decoder_svc.model.amx import amx_library
 from decoder_svc.model.kernels import Heads, NativeKernels, TorchKernels, compiled_library, select_kernels
 from decoder_svc.model.linear import Linear
 
@@ -117,6 +119,34 @@ def test_packed_layers_equal_plain_ones_for_any_number_of_rows(dtype: torch.dtyp
         layer.pack()
         for x, plain in zip(rows, expected, strict=True):
             torch.testing.assert_close(layer(x), plain, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("in_size", "out_size"), [(32, 32), (64, 416), (1536, 96)])
+def test_products_in_our_tiles_equal_plain_ones_for_any_number_of_rows(in_size: int, out_size: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = Linear(in_size, out_size, bias=bias).to(torch.bfloat16).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    rows = [torch.randn(count, in_size).to(torch.bfloat16) for count in (0, 1, 2, 15, 16, 17, 31, 32, 33, 49, 700)]
+    with torch.inference_mode():
+        expected = [layer(x) for x in rows]
+        layer.pack()
+        assert layer._packed is not None
+        assert not layer._packed.is_mkldnn
+        for x, plain in zip(rows, expected, strict=True):
+            torch.testing.assert_close(layer(x), plain, rtol=2e-2, atol=2e-2 * in_size**0.5)
+        # A row is the same whoever is beside it.
+        assert torch.equal(layer(rows[-1])[:1], layer(rows[-1][:1]))
+        assert torch.equal(layer(rows[-1])[:20], layer(rows[-1][:20]))
+
+
+def test_without_amx_weights_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "amx_library", lambda: None)
+    layer = Linear(32, 32, bias=False).to(torch.bfloat16).requires_grad_(False)
+    layer.pack()
+    assert layer._packed is None or layer._packed.is_mkldnn
 
 
 def test_packing_drops_the_plain_weight() -> None:

@@ -1,0 +1,30 @@
+"""The compiled kernels for processors with AMX: whether they are there and may run, and what their functions take.
+
+Owns the loading of the library, which is optional: it is built at installation where there is a compiler. Knows nothing
+of what the kernels are for. Loaded once, called in the compute thread.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+from common.compiled_library import find_compiled_library
+
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES = {
+    "tandem_linear_amx": [*[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "tandem_attend_decode_amx": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
+}
+
+
+@functools.cache
+def amx_library() -> ctypes.CDLL | None:
+    """The kernels, where they were built and the processor and the system let them run."""
+    path = find_compiled_library(Path(__file__).parent, "_amx")
+    library = None if path is None else ctypes.CDLL(str(path))
+    if library is None or not library.tandem_amx_is_there():
+        return None
+    for function, types in _SIGNATURES.items():
+        getattr(library, function).argtypes = types
+        getattr(library, function).restype = None
+    return library

@@ -1,0 +1,305 @@
+// Attention of single tokens over the paged cache in bfloat16, for processors with AMX: scores by tiles, straight from
+// the blocks, values by dot products of pairs, while the blocks behind them are fetched.
+//
+// Optional: `kernels.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
+// torch: pointers and sizes only, all checked by the caller. Scores and sums are in float32, the weights of values are
+// rounded to bfloat16. What a block holds beyond its sequence's context is never used. NaN stays NaN.
+
+#include "amx.h"
+
+#ifdef TANDEM_AMX
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+using namespace tandem;
+
+namespace {
+
+constexpr int kMaxGroup = 16;   // query heads of one KV head
+constexpr int64_t kChunk = 128;  // tokens whose scores are turned into weights together
+
+// The cache of one KV head: `pool` points at this head in block 0, keys, then values.
+struct Head {
+    const bf16 *pool;
+    const int32_t *table;
+    int64_t context;
+};
+
+// Strides in numbers; `heads` are the group's, up to the next power of two.
+struct Shape {
+    int64_t block_size, block_stride;
+    int group, heads;
+    float scale;  // of scores, for powers of two
+};
+
+template <int DIM>
+struct Work {
+    alignas(64) bf16 queries[DIM / kDepth * kTile * kMaxGroup * 2];
+    alignas(64) float scores[kChunk * kMaxGroup];
+    alignas(64) bf16 weights[kChunk * kMaxGroup];
+    alignas(64) float sums[kMaxGroup * DIM];
+    alignas(64) float rescale[kTile];
+};
+
+template <int DIM>
+AMX inline const bf16 *keys_of(const Head &head, const Shape &s, int64_t token) {
+    return head.pool + head.table[token / s.block_size] * s.block_stride + token % s.block_size * DIM;
+}
+
+// 2^x for x <= 0, to 3e-6 of it; below -127 as good as 0; NaN stays.
+AMX inline __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);  // the second operand is taken when one is NaN
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 rest = _mm512_sub_ps(x, whole);
+    __m512 p = _mm512_set1_ps(1.3333558146e-3f);
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.6181291076e-3f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.5504108665e-2f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.4022650696e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.9314718056e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, whole);
+}
+
+AMX inline __m512 rotated(__m512 x, int lanes) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_permutexvar_ps(_mm512_and_si512(_mm512_add_epi32(lane, _mm512_set1_epi32(lanes)), _mm512_set1_epi32(15)), x);
+}
+
+// Queries [group, DIM] as the right-hand side of scores: rows are pairs of a head's numbers, columns heads.
+template <int DIM>
+AMX void pack_queries(const bf16 *q, const Shape &s, Work<DIM> &w) {
+    memset(w.queries, 0, sizeof w.queries);
+    for (int head = 0; head < s.group; ++head)
+        for (int i = 0; i < DIM; i += 2) memcpy(w.queries + i * s.heads + 2 * head, q + head * DIM + i, 2 * sizeof(bf16));
+}
+
+template <int DIM>
+AMX inline void load_queries(const Shape &s, const Work<DIM> &w) {
+    const int tile = kTile * s.heads * 2, row_bytes = s.heads * 4;
+    _tile_loadd(4, w.queries, row_bytes);
+    _tile_loadd(5, w.queries + tile, row_bytes);
+    if constexpr (DIM > 2 * kDepth) {
+        _tile_loadd(6, w.queries + 2 * tile, row_bytes);
+        _tile_loadd(7, w.queries + 3 * tile, row_bytes);
+    }
+}
+
+// Scores of 16 keys with all heads: [16, heads].
+template <int DIM>
+AMX inline void score(const bf16 *keys, float *scores, const Shape &s) {
+    _tile_zero(0);
+    _tile_loadd(1, keys, DIM * 2);
+    _tile_loadd(2, keys + kDepth, DIM * 2);
+    _tile_dpbf16ps(0, 1, 4);
+    _tile_dpbf16ps(0, 2, 5);
+    if constexpr (DIM > 2 * kDepth) {
+        _tile_loadd(1, keys + 2 * kDepth, DIM * 2);
+        _tile_loadd(2, keys + 3 * kDepth, DIM * 2);
+        _tile_dpbf16ps(0, 1, 6);
+        _tile_dpbf16ps(0, 2, 7);
+    }
+    _tile_stored(0, scores, s.heads * 4);
+}
+
+// Asks for 16 keys and their values.
+template <int DIM>
+AMX inline void fetch(const Head &head, const Shape &s, int64_t token) {
+    const char *keys = reinterpret_cast<const char *>(keys_of<DIM>(head, s, token));
+    const char *values = keys + s.block_size * DIM * 2;
+    for (int at = 0; at < kTile * DIM * 2; at += 64) {
+        _mm_prefetch(keys + at, _MM_HINT_T0);
+        _mm_prefetch(values + at, _MM_HINT_T0);
+    }
+}
+
+// Scores of `count` tokens to weights, relative to the largest so far; what was summed up is scaled to it. Vectors hold
+// 16 / heads tokens, token by token; weights are pairs of tokens, head by head.
+template <int DIM>
+AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, __m512 &high, __m512 &total) {
+    const int64_t numbers = (count * s.heads + 31) / 32 * 32;
+    for (int64_t i = count * s.heads; i < numbers; ++i) w.scores[i] = -INFINITY;
+    const __m512 scale = _mm512_set1_ps(s.scale);
+    __m512 most = high;
+    // Of a NaN and another the second operand is taken: a NaN among the scores is left out here, the weights carry it.
+    for (int64_t i = 0; i < numbers; i += kTile)
+        most = _mm512_max_ps(_mm512_mul_ps(_mm512_load_ps(w.scores + i), scale), most);
+    for (int by = s.heads; by < kTile; by *= 2) most = _mm512_max_ps(most, rotated(most, by));
+    const __m512 rescale = power_of_two(_mm512_sub_ps(high, most));
+    _mm512_store_ps(w.rescale, rescale);
+    total = _mm512_mul_ps(total, rescale);
+    high = most;
+    alignas(64) uint16_t order[32];
+    for (int i = 0; i < 32; ++i) order[i] = (uint16_t)((i / (2 * s.heads) * 2 + i % 2) * s.heads + i % (2 * s.heads) / 2);
+    const __m512i pairs = _mm512_load_si512(order);
+    for (int64_t i = 0; i < numbers; i += 2 * kTile) {
+        const __m512 low = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i), scale, most));
+        const __m512 next = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i + kTile), scale, most));
+        total = _mm512_add_ps(total, _mm512_add_ps(low, next));
+        const __m512bh both = _mm512_cvtne2ps_pbh(next, low);
+        __m512i raw;
+        memcpy(&raw, &both, sizeof raw);
+        _mm512_store_si512(w.weights + i, _mm512_permutexvar_epi16(pairs, raw));
+    }
+}
+
+AMX inline __m512bh as_bf16(__m512i raw) {
+    __m512bh out;
+    memcpy(&out, &raw, sizeof out);
+    return out;
+}
+
+// Adds the weighted values of `count` tokens from `start` to the sums of HEADS heads from `first`. Each 32 numbers of a
+// head lie as 16 and 16 in the order in which pairs are interleaved.
+template <int DIM, int HEADS>
+AMX inline void mix(const Head &head, const Shape &s, Work<DIM> &w, int64_t start, int64_t count, int first) {
+    constexpr int kParts = DIM / kDepth;
+    __m512 sums[HEADS][2 * kParts];
+    for (int h = 0; h < HEADS; ++h)
+        for (int i = 0; i < 2 * kParts; ++i)
+            sums[h][i] = _mm512_mul_ps(_mm512_load_ps(w.sums + (first + h) * DIM + i * kTile),
+                                       _mm512_set1_ps(w.rescale[first + h]));
+    for (int64_t from = 0; from < count; from += kTile) {
+        const bf16 *values = keys_of<DIM>(head, s, start + from) + s.block_size * DIM;
+        const int64_t tokens = std::min<int64_t>(kTile, count - from);
+        for (int64_t t = 0; t < tokens; t += 2, values += 2 * DIM) {
+            const bf16 *weights = w.weights + ((from + t) * s.heads + 2 * first);
+            __m512bh pair[HEADS];
+            for (int h = 0; h < HEADS; ++h) {
+                int32_t both;
+                memcpy(&both, weights + 2 * h, sizeof both);
+                pair[h] = as_bf16(_mm512_set1_epi32(both));
+            }
+            for (int i = 0; i < kParts; ++i) {
+                const __m512i one = _mm512_loadu_si512(values + i * kDepth);
+                // Zero times what lies beyond a context could be NaN.
+                const __m512i two =
+                    t + 1 < tokens ? _mm512_loadu_si512(values + DIM + i * kDepth) : _mm512_setzero_si512();
+                const __m512bh low = as_bf16(_mm512_unpacklo_epi16(one, two));
+                const __m512bh high = as_bf16(_mm512_unpackhi_epi16(one, two));
+                for (int h = 0; h < HEADS; ++h) {
+                    sums[h][2 * i] = _mm512_dpbf16_ps(sums[h][2 * i], low, pair[h]);
+                    sums[h][2 * i + 1] = _mm512_dpbf16_ps(sums[h][2 * i + 1], high, pair[h]);
+                }
+            }
+        }
+    }
+    for (int h = 0; h < HEADS; ++h)
+        for (int i = 0; i < 2 * kParts; ++i) _mm512_store_ps(w.sums + (first + h) * DIM + i * kTile, sums[h][i]);
+}
+
+// Sums in the order of `mix` to a head's numbers.
+template <int DIM>
+AMX inline void store_results(const Work<DIM> &w, const Shape &s, __m512 total, bf16 *out) {
+    for (int by = s.heads; by < kTile; by *= 2) total = _mm512_add_ps(total, rotated(total, by));
+    alignas(64) float totals[kTile];
+    _mm512_store_ps(totals, total);
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    for (int h = 0; h < s.group; ++h) {
+        const __m512 inverse = _mm512_set1_ps(1.0f / totals[h]);
+        for (int i = 0; i < DIM; i += kDepth) {
+            const __m512 low = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i), inverse);
+            const __m512 high = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i + kTile), inverse);
+            const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, second, high),
+                                                         _mm512_permutex2var_ps(low, first, high));
+            memcpy(out + h * DIM + i, &rounded, sizeof rounded);
+        }
+    }
+}
+
+// All query heads of one KV head of one sequence; meanwhile the beginning of the next one is fetched.
+template <int DIM>
+AMX void attend_head(const bf16 *q, const Head &head, const Head *next, const Shape &s, Work<DIM> &w, bf16 *out) {
+    pack_queries<DIM>(q, s, w);
+    load_queries<DIM>(s, w);
+    memset(w.sums, 0, s.heads * DIM * sizeof(float));
+    __m512 high = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int64_t start = 0; start < head.context; start += kChunk) {
+        const int64_t count = std::min(kChunk, head.context - start);
+        for (int64_t t = 0; t < count; t += kTile) {
+            score<DIM>(keys_of<DIM>(head, s, start + t), w.scores + t * s.heads, s);
+            if (start + kChunk + t < head.context)
+                fetch<DIM>(head, s, start + kChunk + t);
+            else if (next && start + kChunk >= head.context && t < next->context)
+                fetch<DIM>(*next, s, t);
+        }
+        weigh<DIM>(w, s, count, high, total);
+        constexpr int kOnce = DIM > 2 * kDepth ? 2 : 4;  // heads whose sums fit into registers
+        int first = 0;
+        for (; first + kOnce <= s.heads; first += kOnce) mix<DIM, kOnce>(head, s, w, start, count, first);
+        for (; first + 2 <= s.heads; first += 2) mix<DIM, 2>(head, s, w, start, count, first);
+        for (; first < s.heads; ++first) mix<DIM, 1>(head, s, w, start, count, first);
+    }
+    store_results<DIM>(w, s, total, out);
+}
+
+AMX void configure_tiles(int heads) {
+    TileConfig config;
+    config.set(0, kTile, heads * 4);
+    for (int tile = 1; tile < 3; ++tile) config.set(tile, kTile, 64);
+    for (int tile = 4; tile < 8; ++tile) config.set(tile, kTile, heads * 4);
+    config.load();
+}
+
+struct Step {
+    const bf16 *q, *pool;
+    bf16 *out;
+    const int32_t *tables, *contexts;
+    int64_t table_width, num_heads, num_kv_heads;
+    const int64_t *sequences, *rows;
+    Shape shape;
+};
+
+template <int DIM>
+AMX Head head_of(const Step &step, int64_t i, int64_t head) {
+    const int64_t sequence = step.sequences[i];
+    return {step.pool + head * 2 * step.shape.block_size * DIM, step.tables + sequence * step.table_width,
+            step.contexts[sequence]};
+}
+
+// All KV heads of sequence `i` of `count`.
+template <int DIM>
+AMX void attend_sequence(const Step &step, int64_t i, int64_t count, Work<DIM> &w) {
+    configure_tiles(step.shape.heads);
+    for (int64_t k = 0; k < step.num_kv_heads; ++k) {
+        const int64_t at = (step.rows[i] * step.num_heads + k * step.shape.group) * DIM;
+        const bool is_last = k + 1 == step.num_kv_heads;
+        const Head next = head_of<DIM>(step, std::min(i + is_last, count - 1), is_last ? 0 : k + 1);
+        attend_head<DIM>(step.q + at, head_of<DIM>(step, i, k), &next, step.shape, w, step.out + at);
+    }
+    _tile_release();
+}
+
+template <int DIM>
+void attend_all(const Step &step, int64_t count, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Work<DIM> work;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; ++i) attend_sequence<DIM>(step, i, count, work);
+    }
+}
+
+}  // namespace
+
+// As `tandem_attend_decode` of `kernels.cpp`, in bfloat16 alone: heads of 64 or 128 numbers, blocks of a multiple of 16
+// tokens, at most 16 query heads for a KV head.
+extern "C" void tandem_attend_decode_amx(const void *q, const void *pool, void *out, const int32_t *tables,
+                                         int64_t table_width, const int32_t *contexts, const int64_t *sequences,
+                                         const int64_t *rows, int64_t count, int64_t num_heads, int64_t num_kv_heads,
+                                         int64_t dim, int64_t block_size, int threads) {
+    const int group = (int)(num_heads / num_kv_heads);
+    int heads = 1;
+    while (heads < group) heads *= 2;
+    const Shape shape = {block_size, num_kv_heads * 2 * block_size * dim, group, heads,
+                         1.44269504f / std::sqrt((float)dim)};
+    const Step step = {static_cast<const bf16 *>(q), static_cast<const bf16 *>(pool), static_cast<bf16 *>(out),
+                       tables, contexts, table_width, num_heads, num_kv_heads, sequences, rows, shape};
+    if (dim == 64)
+        attend_all<64>(step, count, threads);
+    else
+        attend_all<128>(step, count, threads);
+}
+
+#endif
