@@ -1,5 +1,5 @@
 // Attention of single tokens over the paged cache in bfloat16, for processors with AMX: scores by tiles, straight from
-// the blocks, values by dot products of pairs, while the blocks behind them are fetched.
+// the blocks, values by dot products of pairs. Memory bounds it, so nothing is copied or read twice.
 //
 // Optional: `kernels.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
 // torch: pointers and sizes only, all checked by the caller. Scores and sums are in float32, the weights of values are
@@ -102,17 +102,6 @@ AMX inline void score(const bf16 *keys, float *scores, const Shape &s) {
     _tile_stored(0, scores, s.heads * 4);
 }
 
-// Asks for 16 keys and their values.
-template <int DIM>
-AMX inline void fetch(const Head &head, const Shape &s, int64_t token) {
-    const char *keys = reinterpret_cast<const char *>(keys_of<DIM>(head, s, token));
-    const char *values = keys + s.block_size * DIM * 2;
-    for (int at = 0; at < kTile * DIM * 2; at += 64) {
-        _mm_prefetch(keys + at, _MM_HINT_T0);
-        _mm_prefetch(values + at, _MM_HINT_T0);
-    }
-}
-
 // Scores of `count` tokens to weights, relative to the largest so far; what was summed up is scaled to it. Vectors hold
 // 16 / heads tokens, token by token; weights are pairs of tokens, head by head.
 template <int DIM>
@@ -208,22 +197,17 @@ AMX inline void store_results(const Work<DIM> &w, const Shape &s, __m512 total, 
     }
 }
 
-// All query heads of one KV head of one sequence; meanwhile the beginning of the next one is fetched.
+// All query heads of one KV head of one sequence.
 template <int DIM>
-AMX void attend_head(const bf16 *q, const Head &head, const Head *next, const Shape &s, Work<DIM> &w, bf16 *out) {
+AMX void attend_head(const bf16 *q, const Head &head, const Shape &s, Work<DIM> &w, bf16 *out) {
     pack_queries<DIM>(q, s, w);
     load_queries<DIM>(s, w);
     memset(w.sums, 0, s.heads * DIM * sizeof(float));
     __m512 high = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
     for (int64_t start = 0; start < head.context; start += kChunk) {
         const int64_t count = std::min(kChunk, head.context - start);
-        for (int64_t t = 0; t < count; t += kTile) {
+        for (int64_t t = 0; t < count; t += kTile)
             score<DIM>(keys_of<DIM>(head, s, start + t), w.scores + t * s.heads, s);
-            if (start + kChunk + t < head.context)
-                fetch<DIM>(head, s, start + kChunk + t);
-            else if (next && start + kChunk >= head.context && t < next->context)
-                fetch<DIM>(*next, s, t);
-        }
         weigh<DIM>(w, s, count, high, total);
         constexpr int kOnce = DIM > 2 * kDepth ? 2 : 4;  // heads whose sums fit into registers
         int first = 0;
@@ -251,33 +235,28 @@ struct Step {
     Shape shape;
 };
 
+// KV head `k` of listed sequence `i`.
 template <int DIM>
-AMX Head head_of(const Step &step, int64_t i, int64_t head) {
-    const int64_t sequence = step.sequences[i];
-    return {step.pool + head * 2 * step.shape.block_size * DIM, step.tables + sequence * step.table_width,
-            step.contexts[sequence]};
+AMX void attend_one(const Step &step, int64_t i, int64_t k, Work<DIM> &work) {
+    const Shape &s = step.shape;
+    const int64_t sequence = step.sequences[i], at = (step.rows[i] * step.num_heads + k * s.group) * DIM;
+    const Head head = {step.pool + k * 2 * s.block_size * DIM, step.tables + sequence * step.table_width,
+                       step.contexts[sequence]};
+    attend_head<DIM>(step.q + at, head, s, work, step.out + at);
 }
 
-// All KV heads of sequence `i` of `count`.
-template <int DIM>
-AMX void attend_sequence(const Step &step, int64_t i, int64_t count, Work<DIM> &w) {
-    configure_tiles(step.shape.heads);
-    for (int64_t k = 0; k < step.num_kv_heads; ++k) {
-        const int64_t at = (step.rows[i] * step.num_heads + k * step.shape.group) * DIM;
-        const bool is_last = k + 1 == step.num_kv_heads;
-        const Head next = head_of<DIM>(step, std::min(i + is_last, count - 1), is_last ? 0 : k + 1);
-        attend_head<DIM>(step.q + at, head_of<DIM>(step, i, k), &next, step.shape, w, step.out + at);
-    }
-    _tile_release();
-}
+AMX void release_tiles() { _tile_release(); }
 
 template <int DIM>
 void attend_all(const Step &step, int64_t count, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Work<DIM> work;
+        configure_tiles(step.shape.heads);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; ++i) attend_sequence<DIM>(step, i, count, work);
+        for (int64_t item = 0; item < count * step.num_kv_heads; ++item)
+            attend_one<DIM>(step, item / step.num_kv_heads, item % step.num_kv_heads, work);
+        release_tiles();
     }
 }
 

@@ -226,13 +226,14 @@ def _fits_amx(cache: KVCache, num_heads: int) -> bool:
 
 def _fits(size: int, *tensors: Tensor | None) -> bool:
     """Whether tensors have the dtype and the density that the compiled kernels assume."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    dtype = given[0].dtype
-    return (
-        size % LANES == 0
-        and dtype in (torch.float32, torch.bfloat16)
-        and all(t.dtype == dtype and t.is_contiguous() and t.device.type == "cpu" for t in given)
-    )
+    dtype = None
+    for tensor in tensors:  # a plain loop: each microsecond is paid five times a layer
+        if tensor is None:
+            continue
+        dtype = dtype or tensor.dtype
+        if tensor.dtype != dtype or not (tensor.is_cpu and tensor.is_contiguous()):
+            return False
+    return size % LANES == 0 and dtype in (torch.float32, torch.bfloat16)
 
 
 def compiled_library() -> Path | None:

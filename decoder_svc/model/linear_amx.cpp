@@ -27,10 +27,12 @@ struct Product {
     int64_t depth, columns;
 };
 
-// Tiles 0 to 3 hold sums, 4 and 5 up to 32 rows of x, 6 and 7 two tiles of the weight.
+// Tiles 0 to 3 hold sums, 4 and 5 up to 32 rows of x, 6 and 7 two tiles of the weight. Up to 16 rows have sums with two
+// panels instead of sums of 32 rows with one.
 AMX void configure_tiles(int64_t rows) {
     const uint8_t upper = (uint8_t)std::min<int64_t>(rows, kTile), lower = (uint8_t)(rows - upper);
-    const uint8_t heights[8] = {upper, upper, lower, lower, upper, lower, kTile, kTile};
+    const uint8_t others = lower ? lower : upper;
+    const uint8_t heights[8] = {upper, upper, others, others, upper, lower, kTile, kTile};
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) config.set(tile, heights[tile], 64);
     config.load();
@@ -38,7 +40,7 @@ AMX void configure_tiles(int64_t rows) {
 
 AMX inline void fetch_ahead(const bf16 *weight) {
     const char *at = reinterpret_cast<const char *>(weight) + kAhead;
-    for (int line = 0; line < 2 * kTile; ++line) _mm_prefetch(at + 64 * line, _MM_HINT_T0);
+    for (int line = 0; line < 2 * kTile; ++line) _mm_prefetch(at + 64 * line, _MM_HINT_T1);
 }
 
 // Sums of up to 16 rows, or of 17 to 32 where TWO, with one panel, as the tiles are configured. sums [32, 32].
@@ -71,6 +73,32 @@ AMX inline void multiply(const Product &p, const bf16 *x, const bf16 *panel, boo
     }
 }
 
+// Sums of up to 16 rows with two panels, which are two streams to the hardware. sums [2, 16, 32].
+AMX inline void multiply_two_panels(const Product &p, const bf16 *x, const bf16 *panel, float *sums) {
+    const bf16 *other = panel + kPanel * p.depth;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < p.depth; k += kDepth, panel += 2 * kTileNumbers, other += 2 * kTileNumbers) {
+        fetch_ahead(panel);
+        fetch_ahead(other);
+        _tile_loadd(4, x + k, p.depth * 2);
+        _tile_loadd(6, panel, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, panel + kTileNumbers, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, other, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, other + kTileNumbers, 64);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, sums, kPanel * 4);
+    _tile_stored(1, sums + kTile, kPanel * 4);
+    _tile_stored(2, sums + kTile * kPanel, kPanel * 4);
+    _tile_stored(3, sums + kTile * kPanel + kTile, kPanel * 4);
+}
+
 AMX inline void store_sums(const Product &p, const float *sums, int64_t row, int64_t rows, int64_t column) {
     __m512 low = _mm512_setzero_ps(), high = low;
     if (p.bias) {
@@ -94,10 +122,17 @@ AMX void multiply_panels(const Product &p, int64_t first, int64_t end, int64_t p
         if (row == first || rows < kRows) configure_tiles(rows);
         for (int64_t i = panel; i < last; ++i) {
             const bf16 *x = p.x + row * p.depth, *weight = p.weight + i * kPanel * p.depth;
+            const bool is_first = row == first;
+            if (rows <= kTile && is_first && i + 1 < last) {
+                multiply_two_panels(p, x, weight, sums);
+                store_sums(p, sums, row, rows, i++ * kPanel);
+                store_sums(p, sums + kTile * kPanel, row, rows, i * kPanel);
+                continue;
+            }
             if (rows > kTile)
-                multiply<true>(p, x, weight, row == first, sums);
+                multiply<true>(p, x, weight, is_first, sums);
             else
-                multiply<false>(p, x, weight, row == first, sums);
+                multiply<false>(p, x, weight, is_first, sums);
             store_sums(p, sums, row, rows, i * kPanel);
         }
     }
@@ -117,7 +152,7 @@ extern "C" void tandem_linear_amx(const void *x, const void *weight, const void 
     const int64_t chunk = std::max(kRows, kChunkBytes / (2 * depth) / kRows * kRows);
     const int64_t chunks = (rows + chunk - 1) / chunk;
     // Panels that a block of rows meets in turn: some, but enough units of work for all threads.
-    const int64_t group = std::clamp<int64_t>(chunks * panels / (4 * threads), 1, 4);
+    const int64_t group = std::clamp<int64_t>(chunks * panels / (2 * threads), 1, 4);
     const int64_t groups = (panels + group - 1) / group;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
