@@ -23,21 +23,21 @@ from common.messages import Modality
 from common.processor_config import ProcessorConfig
 from common.service import http_server, run_until_signal
 from common.settings import command_line
-from gateway_svc.api import HttpLimits
-from gateway_svc.api_keys import ApiKeys, KeyLimits
 from gateway_svc.app import create_app
-from gateway_svc.autoscale import add_autoscale_route
 from gateway_svc.config import GatewaySettings
-from gateway_svc.detokenizer import TokenTable
 from gateway_svc.drain import Drain
-from gateway_svc.fleet import Fleet
-from gateway_svc.media_fetch import FetchLimits, MediaFetcher
-from gateway_svc.media_folder import MediaFolder
-from gateway_svc.media_loader import MediaLimits, MediaLoader
-from gateway_svc.media_store import MediaStore
-from gateway_svc.middleware import Access
-from gateway_svc.prompt import PromptBuilder
-from gateway_svc.sampling import SamplingDefaults
+from gateway_svc.http.api_keys import ApiKeys, KeyLimits
+from gateway_svc.http.middleware import Access
+from gateway_svc.media.fetch import FetchLimits, MediaFetcher
+from gateway_svc.media.folder import MediaFolder
+from gateway_svc.media.loader import MediaLimits, MediaLoader
+from gateway_svc.media.store import MediaStore
+from gateway_svc.routes.api import HttpLimits
+from gateway_svc.routes.autoscale import add_autoscale_route
+from gateway_svc.routing.fleet import Fleet
+from gateway_svc.text.detokenizer import TokenTable
+from gateway_svc.text.prompt import PromptBuilder
+from gateway_svc.text.sampling import SamplingDefaults
 
 logger = structlog.get_logger(__name__)
 
@@ -79,7 +79,7 @@ async def serve(settings: GatewaySettings) -> None:
     )
     app = await asyncio.to_thread(_create_app, settings, checkpoint_dir, processor, fleet, fetcher)
     gateways = ShareCollector(member_source(settings.gateways, GATEWAYS, kubernetes)) if settings.gateways else None
-    add_autoscale_route(app, fleet.autoscale, gateways)
+    add_autoscale_route(app, fleet.autoscale.own, gateways)
     server = http_server(app, settings.http_host, settings.port, drain_s=CUT_OFF_S)
     logger.info("gateway is up", model=settings.model_name, url=f"http://{settings.http_host}:{settings.port}")
     try:

@@ -12,27 +12,27 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from starlette.responses import PlainTextResponse, Response
 
-from gateway_svc.api import ERROR_RESPONSES, Api, DocumentedApp, HttpLimits, documented, json_response
 from gateway_svc.backend import Backend
-from gateway_svc.body_gate import BodyGate, BodyLimits
-from gateway_svc.chat import Chat, ChatAnswer
-from gateway_svc.completions import CompletionRequest, add_completion_route
-from gateway_svc.detokenizer import TokenTable
-from gateway_svc.embeddings import EmbeddingRequest, add_embedding_route
-from gateway_svc.http_errors import install_error_handlers
-from gateway_svc.http_metrics import HttpMetrics
-from gateway_svc.media_loader import MediaLoader
-from gateway_svc.media_route import WarmRequest, add_media_routes
-from gateway_svc.middleware import Access, RequestMiddleware, add_cors
-from gateway_svc.openai_response import model_card
-from gateway_svc.openai_schema import ChatCompletionRequest
-from gateway_svc.prompt import PromptBuilder
-from gateway_svc.responses import add_response_route
-from gateway_svc.responses_schema import ResponsesRequest
-from gateway_svc.sampling import SamplingDefaults
-from gateway_svc.sse import Puller, collect
-from gateway_svc.text_run import TextService
-from gateway_svc.tokenize import DetokenizeRequest, TokenizeRequest, add_token_routes
+from gateway_svc.http.body_gate import BodyGate, BodyLimits
+from gateway_svc.http.errors import install_error_handlers
+from gateway_svc.http.metrics import HttpMetrics
+from gateway_svc.http.middleware import Access, RequestMiddleware, add_cors
+from gateway_svc.http.sse import Puller, collect
+from gateway_svc.media.loader import MediaLoader
+from gateway_svc.routes.api import ERROR_RESPONSES, Api, DocumentedApp, HttpLimits, documented, json_response
+from gateway_svc.routes.chat import Chat, ChatAnswer
+from gateway_svc.routes.completions import CompletionRequest, add_completion_route
+from gateway_svc.routes.embeddings import EmbeddingRequest, add_embedding_route
+from gateway_svc.routes.media import WarmRequest, add_media_routes
+from gateway_svc.routes.openai_response import model_card
+from gateway_svc.routes.responses import add_response_route
+from gateway_svc.routes.text_run import TextService
+from gateway_svc.routes.tokenize import DetokenizeRequest, TokenizeRequest, add_token_routes
+from gateway_svc.schemas.chat_request import ChatCompletionRequest
+from gateway_svc.schemas.responses_request import ResponsesRequest
+from gateway_svc.text.detokenizer import TokenTable
+from gateway_svc.text.prompt import PromptBuilder
+from gateway_svc.text.sampling import SamplingDefaults
 
 # Threads of large bodies: few, since a parser lets no other thread run.
 _NUM_BODY_THREADS = 2

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from common.embedding_cache import Survey
 from common.messages import GenerateRequest, MediaOptions, SequenceTokens, VideoFacts
-from gateway_svc.media import LoadedMedia
+from gateway_svc.media.item import LoadedMedia
 
 MediaOutcome = Literal["decoder", "cache", "encoded"]
 

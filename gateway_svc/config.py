@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from common.settings import CommonSettings, Port
-from gateway_svc.encoder_pool import DEFAULT_PATCHES_PER_S
+from gateway_svc.routing.encoder_pool import DEFAULT_PATCHES_PER_S
 
 
 @dataclass(frozen=True, kw_only=True)

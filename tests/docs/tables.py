@@ -28,7 +28,7 @@ from deploy.autoscaler.config import AutoscalerSettings
 from deploy.local import UpSettings
 from encoder_svc.config import EncoderSettings
 from gateway_svc.config import GatewaySettings
-from gateway_svc.http_metrics import HttpMetrics
+from gateway_svc.http.metrics import HttpMetrics
 from tests.paths import REPOSITORY
 
 DOCS = REPOSITORY / "docs"

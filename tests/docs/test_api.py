@@ -8,10 +8,11 @@ from fastapi.routing import APIRoute
 from common.image_header import DEFAULT_MAX_CANVAS_PIXELS, IMAGE_FORMATS
 from common.vision_grid import MAX_ASPECT_RATIO
 from encoder_svc.video_decode import DEFAULT_VIDEO_LIMITS
-from gateway_svc import completions, embeddings, media_route, openai_schema, responses_schema, sampling_schema
-from gateway_svc.api import HttpLimits
-from gateway_svc.conversation import _RESERVED_KWARGS
-from gateway_svc.media_fetch import FetchLimits
+from gateway_svc.media.fetch import FetchLimits
+from gateway_svc.routes import completions, embeddings, media
+from gateway_svc.routes.api import HttpLimits
+from gateway_svc.schemas import chat_request, responses_request, sampling_fields
+from gateway_svc.text.conversation import _RESERVED_KWARGS
 from tests.docs.tables import DOCS
 from tests.gateway_svc.fake_backend import harness
 
@@ -25,17 +26,17 @@ def names_in(text: str) -> set[str]:
 def test_the_table_has_exactly_the_fields_that_are_read() -> None:
     section = PAGE.partition("## Request fields")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert set().union(*map(names_in, rows)) == set(openai_schema.ChatCompletionRequest.model_fields)
+    assert set().union(*map(names_in, rows)) == set(chat_request.ChatCompletionRequest.model_fields)
 
 
 def test_the_list_of_refused_fields_is_the_code_s() -> None:
     refused = PAGE.partition("These fields are refused by name")[2].partition("Any other field")[0]
-    assert names_in(refused) == set(sampling_schema.NOT_SERVED)
+    assert names_in(refused) == set(sampling_fields.NOT_SERVED)
 
 
 def test_the_options_of_processors_and_templates_are_all_named() -> None:
     row = next(line for line in PAGE.splitlines() if line.startswith("| `mm_processor_kwargs`"))
-    assert names_in(row) - {"mm_processor_kwargs"} == set(sampling_schema.ProcessorKwargs.model_fields)
+    assert names_in(row) - {"mm_processor_kwargs"} == set(sampling_fields.ProcessorKwargs.model_fields)
     row = next(line for line in PAGE.splitlines() if line.startswith("| `chat_template_kwargs`"))
     assert names_in(row) - {"chat_template_kwargs"} == set(_RESERVED_KWARGS)
 
@@ -60,13 +61,13 @@ def test_the_numbers_are_the_code_s() -> None:
     assert f"at most {fetch.max_redirects} redirects" in PAGE
     assert f"at most {http.stream_open_s:g} s" in PAGE
     assert f"every {http.keep_alive_s:g} s" in PAGE
-    assert f"1 to {sampling_schema.MAX_CHOICES} choices" in PAGE
-    assert f"1 to {openai_schema.MAX_MESSAGES:,}, with up to {openai_schema.MAX_PARTS:,} parts each" in PAGE
-    assert f"{openai_schema.MAX_PARTS_IN_ALL:,} in all" in PAGE
-    assert f"up to {sampling_schema.MAX_STOPS} of up to {sampling_schema.MAX_STOP_CHARACTERS:,} characters" in PAGE
-    assert f"up to {sampling_schema.MAX_TOP_LOGPROBS} alternatives" in PAGE
-    assert f"up to {sampling_schema.MAX_BAD_WORDS} texts" in PAGE
-    assert f"up to {sampling_schema.MAX_ALTERNATIVES:,} texts" in PAGE
+    assert f"1 to {sampling_fields.MAX_CHOICES} choices" in PAGE
+    assert f"1 to {chat_request.MAX_MESSAGES:,}, with up to {chat_request.MAX_PARTS:,} parts each" in PAGE
+    assert f"{chat_request.MAX_PARTS_IN_ALL:,} in all" in PAGE
+    assert f"up to {sampling_fields.MAX_STOPS} of up to {sampling_fields.MAX_STOP_CHARACTERS:,} characters" in PAGE
+    assert f"up to {sampling_fields.MAX_TOP_LOGPROBS} alternatives" in PAGE
+    assert f"up to {sampling_fields.MAX_BAD_WORDS} texts" in PAGE
+    assert f"up to {sampling_fields.MAX_ALTERNATIVES:,} texts" in PAGE
     assert f"a list of up to {completions.MAX_PROMPTS}" in PAGE
     assert f"`max_tokens` is {completions.DEFAULT_TOKENS} when it is left out" in PAGE
 
@@ -76,17 +77,17 @@ def section(title: str) -> str:
 
 
 def test_the_fields_of_the_other_routes_are_named() -> None:
-    own = set(completions.CompletionRequest.model_fields) - set(sampling_schema.SamplingFields.model_fields)
+    own = set(completions.CompletionRequest.model_fields) - set(sampling_fields.SamplingFields.model_fields)
     assert own <= names_in(section("Completions"))
-    fields = set(responses_schema.ResponsesRequest.model_fields) - {"model", "reasoning"}
+    fields = set(responses_request.ResponsesRequest.model_fields) - {"model", "reasoning"}
     assert fields - {"text"} <= names_in(section("Responses"))
-    refused = set(responses_schema._NOT_SERVED) - {"context_management", "max_tool_calls"}
+    refused = set(responses_request._NOT_SERVED) - {"context_management", "max_tool_calls"}
     assert refused <= names_in(section("Responses"))
-    assert set(media_route.WarmRequest.model_fields) <= names_in(section("Media ahead of time"))
-    assert f"up to {media_route.MAX_ITEMS} parts" in PAGE
+    assert set(media.WarmRequest.model_fields) <= names_in(section("Media ahead of time"))
+    assert f"up to {media.MAX_ITEMS} parts" in PAGE
     embedding = set(embeddings.EmbeddingRequest.model_fields) - {"model", "user"}
     assert embedding <= names_in(section("Embeddings"))
-    assert set(sampling_schema.StructuredOutputs.model_fields) <= {"json_", *names_in(PAGE)}
+    assert set(sampling_fields.StructuredOutputs.model_fields) <= {"json_", *names_in(PAGE)}
 
 
 def test_the_openapi_document_is_whole() -> None:

@@ -18,11 +18,11 @@ from common.messages import EncodeReply, MediaOptions, Release
 from encoder_svc.__main__ import _load, _Loaded
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.runner import TowerItem
-from gateway_svc.encoder_pool import EncoderPool
-from gateway_svc.media import LoadedMedia
-from gateway_svc.media_resolver import MediaResolver
-from gateway_svc.media_store import MediaStore
-from gateway_svc.routing import rendezvous_order
+from gateway_svc.media.item import LoadedMedia
+from gateway_svc.media.store import MediaStore
+from gateway_svc.routing.encoder_pool import EncoderPool
+from gateway_svc.routing.media_resolver import MediaResolver
+from gateway_svc.routing.placement import rendezvous_order
 from tests.common.sockets import background, eventually, hello, zmq_context
 from tests.encoder_svc.embeddings import key
 from tests.encoder_svc.test_server import GRID, PICTURE, Bench, encoder, settings

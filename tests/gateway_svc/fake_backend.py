@@ -17,17 +17,17 @@ from common.embedding_cache import Survey
 from common.errors import DecoderUnavailable, TandemError
 from common.messages import GenerateRequest, MediaOptions, SequenceTokens, TokenLogprobs, Usage, VideoFacts
 from common.processor_config import ImageSettings, ProcessorConfig, VideoSettings
-from gateway_svc.api import HttpLimits
 from gateway_svc.app import create_app
 from gateway_svc.backend import GenerationEvent, MediaOutcome, MediaReport
-from gateway_svc.chat_template import ChatTemplate
-from gateway_svc.detokenizer import TokenTable
-from gateway_svc.media import LoadedMedia
-from gateway_svc.media_fetch import FetchLimits, MediaFetcher
-from gateway_svc.media_loader import MediaLimits, MediaLoader
-from gateway_svc.middleware import Access
-from gateway_svc.prompt import PromptBuilder
-from gateway_svc.sampling import SamplingDefaults
+from gateway_svc.http.middleware import Access
+from gateway_svc.media.fetch import FetchLimits, MediaFetcher
+from gateway_svc.media.item import LoadedMedia
+from gateway_svc.media.loader import MediaLimits, MediaLoader
+from gateway_svc.routes.api import HttpLimits
+from gateway_svc.text.chat_template import ChatTemplate
+from gateway_svc.text.detokenizer import TokenTable
+from gateway_svc.text.prompt import PromptBuilder
+from gateway_svc.text.sampling import SamplingDefaults
 from tests.tiny_tokenizer import CHAT_TEMPLATE, media_token_ids, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -13,7 +13,7 @@ from common.members import Member
 from common.messages import AnyMessage, Cancel, EncodeReply, EncodeRequest, Hello, LoadReport, ProbeReply, ProbeRequest
 from common.transport import Router
 from common.wire import error_detail
-from gateway_svc.encoder_pool import EncoderPool
+from gateway_svc.routing.encoder_pool import EncoderPool
 from tests.common.sockets import background, eventually, hello
 
 FINGERPRINT = "f" * 64

@@ -31,7 +31,7 @@ from common.messages import (
 )
 from common.transport import Router
 from common.wire import error_detail
-from gateway_svc.fleet import Fleet
+from gateway_svc.routing.fleet import Fleet
 
 FINGERPRINT = "f" * 64
 FACTS = VideoFacts(grid=(1, 4, 4), frame_indices=[0, 1], timestamps=[0.5])

@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 
 from common.errors import DecoderUnavailable
-from gateway_svc.api import HttpLimits
-from gateway_svc.media_fetch import FetchLimits, MediaFetcher
+from gateway_svc.media.fetch import FetchLimits, MediaFetcher
+from gateway_svc.routes.api import HttpLimits
 from tests.gateway_svc.fake_backend import MODEL, FakeBackend, Harness, harness
 from tests.gateway_svc.media_host import media_host
 

@@ -18,7 +18,7 @@ from common.processor_config import ProcessorConfig
 from deploy.local import LocalStack, UpSettings, free_port, plan
 from encoder_svc.config import EncoderSettings
 from encoder_svc.devices import PORT_STEP, settings_of_each
-from gateway_svc.detokenizer import TokenTable
+from gateway_svc.text.detokenizer import TokenTable
 from tests.media_samples import encoded, picture
 from tests.reference import Media, Reference, Turn
 from tests.servable import save_servable

@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.processor_config import ProcessorConfig
 from encoder_svc.video_decode import probe_video
-from gateway_svc.detokenizer import TokenTable
+from gateway_svc.text.detokenizer import TokenTable
 from tests.media_samples import DEMO_PROCESSOR, encoded, picture, video_file
 from tests.reference import Media, Reference, Turn, without_aligned_corners, without_level
 from tests.servable import save_servable

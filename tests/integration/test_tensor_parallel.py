@@ -17,7 +17,7 @@ from PIL import Image
 
 from common.processor_config import ProcessorConfig
 from deploy.local import free_port
-from gateway_svc.detokenizer import TokenTable
+from gateway_svc.text.detokenizer import TokenTable
 from tests.common.sockets import eventually
 from tests.integration.conftest import text_message
 from tests.media_samples import encoded, picture

@@ -16,7 +16,7 @@ from common.members import MemberSource, StaticMembers
 from common.messages import GenerateRequest, SamplingParams
 from common.transport import Router
 from decoder_svc.embedding_fetch import EncoderFetcher
-from gateway_svc.fleet import Fleet
+from gateway_svc.routing.fleet import Fleet
 from tests.common.sockets import background, hello
 from tests.gateway_svc.fake_encoders import FINGERPRINT, FakeEncoder
 from tests.gateway_svc.fake_services import FakeDecoder

@@ -34,8 +34,8 @@ TESTED_INSIDE = {
     "MTH-10": "tests/decoder_svc/test_engine.py::test_the_size_of_prefill_chunks_changes_no_token",
     "MTH-12": "tests/decoder_svc/model/test_weights.py::test_untied_model_keeps_its_own_lm_head",
     "SEC-09": "tests/common/test_transport.py::test_an_endpoint_that_strangers_reach_needs_keys",
-    "SEC-16": "tests/gateway_svc/test_access.py::test_every_route_that_is_documented_needs_a_key",
-    "TXT-17": "tests/gateway_svc/test_detokenizer.py",
+    "SEC-16": "tests/gateway_svc/http/test_access.py::test_every_route_that_is_documented_needs_a_key",
+    "TXT-17": "tests/gateway_svc/text/test_detokenizer.py",
 }
 NOT_YET: dict[str, str] = {}
 
