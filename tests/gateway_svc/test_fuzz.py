@@ -28,6 +28,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from common.errors import ERROR_TABLE
+from common.members import StaticMembers
 from common.messages import VideoFacts
 from gateway_svc.routes.autoscale import add_autoscale_route
 from gateway_svc.routing.fleet import Fleet
@@ -73,7 +74,16 @@ def _shorten(schema: Any) -> None:
 
 FACTS = VideoFacts(grid=(2, 4, 6), frame_indices=[0, 1, 2, 3], timestamps=[0.3, 1.6])
 _app = harness(FakeBackend(answers=["Hi."], facts=FACTS)).app
-_fleet = Fleet(zmq.asyncio.Context.instance(), model="tandem-demo", instance_id="g", cache=None, keys=None)
+_nobody = StaticMembers([])
+_fleet = Fleet(
+    zmq.asyncio.Context.instance(),
+    model="tandem-demo",
+    instance_id="g",
+    encoder_source=_nobody,
+    decoder_source=_nobody,
+    cache=None,
+    keys=None,
+)
 add_autoscale_route(_app, _fleet.autoscale.own, None)
 _generating = _documented(_app).exclude(path="/v1/embeddings")
 _embedding_app = harness(VectorBackend(facts=FACTS), is_embedding_model=True).app
