@@ -73,6 +73,8 @@ AMX void configure_tiles() {
         config.columns[tile] = 64;
         config.rows[tile] = kTile;
     }
+    // GCC 12 takes the instruction to read eight bytes, and may drop what is stored behind them.
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
