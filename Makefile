@@ -12,7 +12,7 @@ up: $(VENV)/.ready
 	@$(BIN)/tandem up
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -24,3 +24,9 @@ def _logging_as_it_was() -> Iterator[None]:
             logging.root.removeHandler(handler)
     logging.root.setLevel(level)
     structlog.configure(**config)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, so that at the end no worker is left alone with one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
