@@ -282,22 +282,21 @@ def bench_long_prompt(ours: Ours) -> float:
     return 1.5 * full / max(gaps)
 
 
-def bench_flatness(ours: Ours, num_requests: int) -> float:
-    """Seconds of a step of 8 streams after 10 requests, by those after `num_requests`."""
-
-    def serve(count: int) -> None:
-        for _ in range(count):
-            ours.add(random_prompts(1, 8, time.perf_counter_ns())[0], 2)
-            if len(ours.engine.scheduler.sequences) >= 64:
-                ours.finish()
-        ours.finish()
-
-    serve(10)
-    early = ours.decode_step(random_prompts(8, 64, 6000), 60)
-    serve(num_requests)
-    late = ours.decode_step(random_prompts(8, 64, 6001), 60)
-    print(f"a step of 8 streams after 10 requests {early * 1e3:.2f} ms, after {num_requests} {late * 1e3:.2f} ms")
-    return early / late
+def bench_flatness(aged: Ours, young: Ours, rounds: int, num_requests: int) -> float:
+    """Seconds of a step of 8 streams in a young engine by those in one that served many requests, in turns."""
+    for engine, total in ((aged, num_requests), (young, 10)):
+        for seed in range(total):
+            engine.add(random_prompts(1, 8, 10_000 + seed)[0], 2)
+            if len(engine.engine.scheduler.sequences) >= 64:
+                engine.finish()
+        engine.finish()
+    times = in_turns(
+        lambda seed: aged.decode_step(random_prompts(8, 64, 6000 + seed), 60),
+        lambda seed: young.decode_step(random_prompts(8, 64, 6000 + seed), 60),
+        rounds,
+    )
+    print(times.row(f"a step of 8 streams after {num_requests} requests, beside one after 10"))
+    return times.ratio
 
 
 def main() -> int:
@@ -324,7 +323,8 @@ def main() -> int:
         ratios["cached_prefix"] = bench_prefix(ours, options.rounds)
         ratios["bookkeeping"] = bench_bookkeeping(ours, options.tokens)
         ratios["long_prompt_gap"] = bench_long_prompt(ours)
-        ratios["flat_over_requests"] = bench_flatness(ours, options.requests)
+        young = Ours(folder, dtype, kv_tokens=20_480)
+        ratios["flat_over_requests"] = bench_flatness(ours, young, options.rounds, options.requests)
     return verdict(ratios, TARGETS)
 
 
