@@ -31,7 +31,7 @@ from decoder_svc.model.text import TextModel
 from decoder_svc.model.weights import load_text_model
 
 BLOCK_SIZE = 16
-FULL_STEP = 512  # tokens, the service's default on CPU
+FULL_STEP = 768  # tokens, the service's default on CPU
 DECODE_TARGETS = {1: 1.7, 8: 3.0, 16: 3.5}
 TARGETS = {
     **{f"decode_{batch}": target for batch, target in DECODE_TARGETS.items()},

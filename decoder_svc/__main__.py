@@ -46,7 +46,7 @@ logger = structlog.get_logger(__name__)
 
 # Tokens of a step by kind of device: a step's time is the largest gap that a new prompt makes in other streams.
 DEFAULT_STEP_TOKENS = 2048
-STEP_TOKENS = {"cpu": 512}
+STEP_TOKENS = {"cpu": 768}
 HAND_OVER_S = 2.0  # of the time that a drain may take, to tell gateways of what did not finish
 
 

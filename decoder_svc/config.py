@@ -54,7 +54,7 @@ class DecoderSettings(CommonSettings):
     """Tokens in one block of the KV cache."""
 
     max_tokens_per_step: int = 0
-    """Tokens of one engine step: running streams first, then pieces of prompts; 0 takes 2048, and 512 on CPU, where
+    """Tokens of one engine step: running streams first, then pieces of prompts; 0 takes 2048, and 768 on CPU, where
     streams would wait long for a larger step."""
 
     max_sequences: int = 64

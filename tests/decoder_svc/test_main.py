@@ -41,7 +41,7 @@ def test_a_damaged_generation_config_stops_the_start(tmp_path: Path, content: st
 
 
 def test_steps_on_cpu_are_short_unless_the_setting_says_otherwise(world: World) -> None:
-    assert _max_tokens_per_step(DecoderSettings(model="m"), world.pair.model) == 512
+    assert _max_tokens_per_step(DecoderSettings(model="m"), world.pair.model) == 768
     assert _max_tokens_per_step(DecoderSettings(model="m", max_tokens_per_step=4096), world.pair.model) == 4096
 
 
