@@ -5,13 +5,9 @@
 // Python and no torch: pointers, sizes and strides only, all checked by the caller. Scores, sums and results are
 // accumulated in float32; what multiplies the values is rounded to bfloat16. NaN stays NaN.
 
-#include <cstdint>
+#include "../../common/amx.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#ifdef TANDEM_AMX
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -19,22 +15,14 @@
 #include <memory>
 #include <new>
 
-// GCC 12 warns of its own headers.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-
-#define AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+using namespace tandem;
 
 namespace {
 
-typedef uint16_t bf16;
-
-constexpr int kTile = 16;            // rows of a tile, and its columns of float32
-constexpr int kDepth = 32;           // bfloat16 numbers in a row of a tile
-constexpr int kTileNumbers = 512;    // bfloat16 numbers in a tile
 constexpr int kQueries = 2 * kTile;  // at once
-constexpr int kKeys = 64;           // at once, so that all of a block stays in the first-level cache
+constexpr int kKeys = 64;            // at once, so that all of a block stays in the first-level cache
 constexpr int kMaxHeadDim = 128;
-constexpr float kMaxExcess = 8.0f;  // powers of two by which a score may exceed what weights are relative to
+constexpr float kMaxExcess = 8.0f;   // powers of two by which a score may exceed what weights are relative to
 
 // Takes 16 numbers of 16 bits of the one half and 16 of the other by turns.
 alignas(64) constexpr uint16_t kInPairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -61,21 +49,10 @@ struct Block {
 
 int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t columns[16] = {};
-    uint8_t rows[16] = {};
-};
-
 AMX void configure_tiles() {
     TileConfig config;
-    for (int tile = 0; tile < 8; ++tile) {
-        config.columns[tile] = 64;
-        config.rows[tile] = kTile;
-    }
-    // GCC 12 takes the instruction to read eight bytes, and may drop what is stored behind them.
-    __asm__ volatile("" : : "r"(&config) : "memory");
-    _tile_loadconfig(&config);
+    for (int tile = 0; tile < 8; ++tile) config.set(tile, kTile, 64);
+    config.load();
 }
 
 // Swaps rows and columns of 16 x 16 numbers of 32 bits.
@@ -149,53 +126,54 @@ AMX void pack_queries(const Segment &s, bf16 *packed, int64_t first, int64_t row
         }
 }
 
+// Tiles 0 to 3 hold 32 rows of 32 queries.
+AMX inline void load_accumulators(const float *numbers) {
+    _tile_loadd(0, numbers, kQueries * 4);
+    _tile_loadd(1, numbers + kTile, kQueries * 4);
+    _tile_loadd(2, numbers + kTile * kQueries, kQueries * 4);
+    _tile_loadd(3, numbers + kTile * kQueries + kTile, kQueries * 4);
+}
+
+AMX inline void store_accumulators(float *numbers) {
+    _tile_stored(0, numbers, kQueries * 4);
+    _tile_stored(1, numbers + kTile, kQueries * 4);
+    _tile_stored(2, numbers + kTile * kQueries, kQueries * 4);
+    _tile_stored(3, numbers + kTile * kQueries + kTile, kQueries * 4);
+}
+
+// Adds rows [32, 32 numbers] . columns [32 numbers, 32 queries], each of two tiles; a tile's rows are `stride` apart.
+AMX inline void accumulate(const bf16 *upper, const bf16 *lower, int stride, const bf16 *left, const bf16 *right) {
+    _tile_loadd(4, upper, stride * 2);
+    _tile_loadd(5, lower, stride * 2);
+    _tile_loadd(6, left, 64);
+    _tile_loadd(7, right, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
 // scores[32 keys, 32 queries] = keys[32, dim] . queries[dim, 32]
 AMX inline void multiply_keys(const bf16 *queries, const bf16 *keys, int padded_dim, float *scores) {
-    const int right = padded_dim / kDepth * kTileNumbers;
+    const bf16 *lower = keys + kTile * padded_dim, *right = queries + kTile * padded_dim;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int i = 0; i < padded_dim; i += kDepth) {
-        _tile_loadd(4, keys + i, padded_dim * 2);
-        _tile_loadd(5, keys + kTile * padded_dim + i, padded_dim * 2);
-        _tile_loadd(6, queries + i * kTile, 64);
-        _tile_loadd(7, queries + right + i * kTile, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, scores, kQueries * 4);
-    _tile_stored(1, scores + kTile, kQueries * 4);
-    _tile_stored(2, scores + kTile * kQueries, kQueries * 4);
-    _tile_stored(3, scores + kTile * kQueries + kTile, kQueries * 4);
+    for (int i = 0; i < padded_dim; i += kDepth)
+        accumulate(keys + i, lower + i, padded_dim, queries + i * kTile, right + i * kTile);
+    store_accumulators(scores);
 }
 
 // sums[dim, 32 queries] += values[dim, count] . weights[count, 32]
 AMX inline void multiply_values(Block &b, const bf16 *values, int64_t count, int padded_dim) {
-    const int tiles = padded_dim / kTile;
-    for (int tile = 0; tile < tiles; tile += 2) {
-        float *upper = b.sums + tile * kTile * kQueries, *lower = upper + kTile * kQueries;
-        _tile_loadd(0, upper, kQueries * 4);
-        _tile_loadd(1, upper + kTile, kQueries * 4);
-        _tile_loadd(2, lower, kQueries * 4);
-        _tile_loadd(3, lower + kTile, kQueries * 4);
+    for (int start = 0; start < padded_dim; start += kDepth) {
+        load_accumulators(b.sums + start * kQueries);
         for (int64_t first = 0; first < count; first += kDepth) {
-            const bf16 *left = values + (first / kDepth * tiles + tile) * kTileNumbers;
-            _tile_loadd(4, left, 64);
-            _tile_loadd(5, left + kTileNumbers, 64);
-            _tile_loadd(6, b.weights + first * kTile, 64);
-            _tile_loadd(7, b.weights + (kKeys + first) * kTile, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            const bf16 *upper = values + (first * padded_dim + start * kDepth), *left = b.weights + first * kTile;
+            accumulate(upper, upper + kTileNumbers, kDepth, left, left + kKeys * kTile);
         }
-        _tile_stored(0, upper, kQueries * 4);
-        _tile_stored(1, upper + kTile, kQueries * 4);
-        _tile_stored(2, lower, kQueries * 4);
-        _tile_stored(3, lower + kTile, kQueries * 4);
+        store_accumulators(b.sums + start * kQueries);
     }
 }
 
@@ -327,16 +305,7 @@ AMX bool attend_part(const Segment &s, int64_t first, int64_t end) {
 
 extern "C" {
 
-// Whether this processor can, and the kernel lets this process: it wants to be asked for the tiles' state.
-int tandem_amx_is_there() {
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512dq")) return 0;
-    unsigned int a, b, c, d = 0;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    const bool has_amx = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-    return has_amx && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
+int tandem_amx_is_there() { return amx_is_there(); }
 
 // Attention of all segments and heads. `stride` and `head_stride` are of q, k and v alike; `out` is [P, heads, head_dim].
 // 0 when all is well, 1 when there was no memory.
