@@ -73,8 +73,8 @@ class _Flight:
 
 def _give_way() -> None:
     """Let the forwards and the images go first where there are too few cores: reading a video may take seconds."""
-    if sys.platform == "linux":  # elsewhere a priority is the whole process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), VIDEO_NICENESS)
+    if sys.platform == "linux":  # elsewhere it is the whole process that gives way
+        os.nice(VIDEO_NICENESS)
 
 
 class EncodePipeline:
