@@ -26,7 +26,7 @@ from benchmarks.side_by_side import Times, affinity, verdict
 from common.messages import GenerateRequest, SamplingParams, SequenceTokens
 from common.tensors import DTYPES
 from decoder_svc.engine import Engine, EngineLimits
-from decoder_svc.kv_cache import KVCache
+from decoder_svc.kv_budget import make_kv_cache
 from decoder_svc.model.text import TextModel
 from decoder_svc.model.weights import load_text_model
 
@@ -67,16 +67,7 @@ class Ours:
         self, folder: Path, dtype: torch.dtype, *, kv_tokens: int, max_tokens_per_step: int = FULL_STEP
     ) -> None:
         self.model = TimedModel(load_text_model(folder, dtype=dtype, device="cpu", block_size=BLOCK_SIZE))
-        config = self.model.config
-        cache = KVCache(
-            config.num_hidden_layers,
-            kv_tokens // BLOCK_SIZE,
-            BLOCK_SIZE,
-            config.num_key_value_heads,
-            config.head_dim,
-            dtype,
-            "cpu",
-        )
+        cache = make_kv_cache(self.model, kv_tokens // BLOCK_SIZE, BLOCK_SIZE)
         limits = EngineLimits(
             max_model_len=8192,
             max_tokens_per_step=max_tokens_per_step,

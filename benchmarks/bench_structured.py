@@ -26,7 +26,7 @@ from benchmarks.bench_vl import build
 from common.messages import GenerateRequest, SamplingParams, SequenceTokens
 from decoder_svc.engine import Engine, EngineLimits
 from decoder_svc.grammar import GrammarCompiler
-from decoder_svc.kv_cache import KVCache
+from decoder_svc.kv_budget import make_kv_cache
 from decoder_svc.model.weights import load_text_model
 
 BATCH, CONTEXT, NEW_TOKENS, BLOCK_SIZE = 8, 512, 64, 16
@@ -51,12 +51,8 @@ def schema(number: int) -> dict[str, Any]:
 def make_engine(folder: Path) -> Engine:
     """One that has room for the batch."""
     model = load_text_model(folder, dtype=torch.bfloat16, device="cpu", block_size=BLOCK_SIZE)
-    config = model.config
     num_blocks = BATCH * (-(-(CONTEXT + NEW_TOKENS) // BLOCK_SIZE) + 1)
-    kv_heads = config.num_key_value_heads or config.num_attention_heads
-    cache = KVCache(
-        config.num_hidden_layers, num_blocks, BLOCK_SIZE, kv_heads, config.head_dim, model.dtype, model.device
-    )
+    cache = make_kv_cache(model, num_blocks, BLOCK_SIZE)
     limits = EngineLimits(
         max_model_len=CONTEXT + NEW_TOKENS + 1,
         max_tokens_per_step=2048,

@@ -8,6 +8,7 @@ import torch
 
 from common.errors import ConfigError
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.parallel import num_kv_heads
 from decoder_svc.model.text import TextModel
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -21,7 +22,9 @@ def affordable_blocks(model: TextModel, num_bytes: int, block_size: int) -> int:
         free, _ = torch.cuda.mem_get_info(model.device)
         num_bytes = int(free * CUDA_KV_CACHE_SHARE)
     num_bytes = num_bytes or CPU_KV_CACHE_BYTES
-    block_bytes = 2 * config.num_hidden_layers * _kv_heads(model) * config.head_dim * block_size * model.dtype.itemsize
+    block_bytes = (
+        2 * config.num_hidden_layers * num_kv_heads(config) * config.head_dim * block_size * model.dtype.itemsize
+    )
     num_blocks = num_bytes // block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -38,12 +41,8 @@ def make_kv_cache(model: TextModel, num_blocks: int, block_size: int) -> KVCache
         config.num_hidden_layers,
         num_blocks,
         block_size,
-        _kv_heads(model),
+        num_kv_heads(config),
         config.head_dim,
         model.dtype,
         model.device,
     )
-
-
-def _kv_heads(model: TextModel) -> int:
-    return int(model.config.num_key_value_heads or model.config.num_attention_heads)

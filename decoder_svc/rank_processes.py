@@ -56,7 +56,7 @@ class RankProcesses:
     @property
     def meeting_file(self) -> Path:
         """Where all ranks meet."""
-        return Path(self._meeting_dir.name) / "ranks"
+        return Path(self._setups[0].meeting_file)
 
     async def start(self) -> None:
         """Start the processes and tell each what it is. Raises ModelFailure when one is gone at once."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
 import uuid
 from collections.abc import Callable
 from typing import Annotated
@@ -26,7 +25,7 @@ from common.transport import Authenticator, Router
 from common.vision_grid import num_patches
 from encoder_svc.batch_loop import BatchLimits
 from encoder_svc.config import EncoderSettings
-from encoder_svc.devices import DeviceProcesses, device_names
+from encoder_svc.devices import DeviceProcesses, device_names, preprocess_threads
 from encoder_svc.embedding_store import EmbeddingStore
 from encoder_svc.fleet_share import FleetShare
 from encoder_svc.media_reader import MediaReader
@@ -140,7 +139,7 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
             max_wait_s=settings.max_batch_wait_s,
         ),
         queue_limits=QueueLimits(settings.max_queued_patches, settings.max_queued_bytes),
-        preprocess_threads=settings.preprocess_threads or max(1, len(os.sched_getaffinity(0)) // 2),
+        preprocess_threads=preprocess_threads(settings),
         video_threads=settings.video_threads,
     )
 

@@ -35,13 +35,18 @@ def device_names(settings: EncoderSettings) -> list[str]:
     return [name for value in settings.devices for name in value.split(",") if name]
 
 
+def preprocess_threads(settings: EncoderSettings, num_processes: int = 1) -> int:
+    """Threads that decode and resize images, of one of several processes that share the cores."""
+    return settings.preprocess_threads or max(1, len(os.sched_getaffinity(0)) // 2 // num_processes)
+
+
 def settings_of_each(settings: EncoderSettings) -> list[EncoderSettings]:
     """What the process of each device is given. Raises ConfigError."""
     devices = device_names(settings)
     if settings.device != "auto" or settings.instance_id:
         own = f"--instance-id {settings.instance_id}" if settings.instance_id else f"--device {settings.device}"
         raise ConfigError(f"{own} is of one process: leave it out with --devices")
-    threads = settings.preprocess_threads or max(1, len(os.sched_getaffinity(0)) // 2 // len(devices))
+    threads = preprocess_threads(settings, len(devices))
     return [
         dataclasses.replace(
             settings,

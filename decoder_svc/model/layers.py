@@ -19,7 +19,7 @@ from decoder_svc.model.attention import PagedAttention
 from decoder_svc.model.kernels import Heads, Kernels
 from decoder_svc.model.linear import Linear
 from decoder_svc.model.moe import SparseMoeBlock
-from decoder_svc.model.parallel import Ranks
+from decoder_svc.model.parallel import Ranks, num_kv_heads
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
@@ -71,7 +71,7 @@ class TextAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.num_heads = config.num_attention_heads
-        self.num_kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
+        self.num_kv_heads = num_kv_heads(config)
         out_rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.qkv_proj = Linear(config.hidden_size, out_rows, bias=config.attention_bias)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias)

@@ -33,7 +33,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     out_size, in_size = weight.shape
     fits_tiles = weight.dtype == torch.bfloat16 and out_size % AMX_TILE == 0 and in_size % AMX_TILE == 0
     if fits_tiles and amx_library() is not None:
-        tiles = weight.reshape(out_size // 32, 2, 16, in_size // 32, 16, 2)
+        tiles = weight.reshape(out_size // AMX_TILE, 2, AMX_TILE // 2, in_size // AMX_TILE, AMX_TILE // 2, 2)
         return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()  # [out / 32, in / 32, 2, 16 pairs of in, 16 of out, 2]
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return packed

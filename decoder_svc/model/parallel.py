@@ -83,17 +83,18 @@ def check_split(config: Qwen3VLTextConfig, size: int) -> None:
         possible = [n for n in range(1, config.num_attention_heads + 1) if _can_split(config, n)]
         raise ConfigError(
             f"--tp {size} does not divide this model of {config.num_attention_heads} attention heads, "
-            f"{_kv_heads(config)} KV heads and inner sizes {sorted(_inner_sizes(config))}: use one of {possible}"
+            f"{num_kv_heads(config)} KV heads and inner sizes {sorted(_inner_sizes(config))}: use one of {possible}"
         )
 
 
 def _can_split(config: Qwen3VLTextConfig, size: int) -> bool:
-    kv_heads = _kv_heads(config)
+    kv_heads = num_kv_heads(config)
     has_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
     return has_kv_heads and not any(count % size for count in (config.num_attention_heads, *_inner_sizes(config)))
 
 
-def _kv_heads(config: Qwen3VLTextConfig) -> int:
+def num_kv_heads(config: Qwen3VLTextConfig) -> int:
+    """Heads of keys and values; a configuration that names none has one for each query head."""
     return int(config.num_key_value_heads or config.num_attention_heads)
 
 
@@ -113,7 +114,7 @@ def local_config(config: Qwen3VLTextConfig, size: int) -> Qwen3VLTextConfig:
     local = copy.deepcopy(config)
     local.head_dim = config.head_dim
     local.num_attention_heads = config.num_attention_heads // size
-    local.num_key_value_heads = max(1, _kv_heads(config) // size)
+    local.num_key_value_heads = max(1, num_kv_heads(config) // size)
     local.intermediate_size = config.intermediate_size // size
     if getattr(config, "num_experts", 0):
         local.moe_intermediate_size = config.moe_intermediate_size // size
@@ -157,7 +158,7 @@ def _owned(name: str, shape: tuple[int, ...], config: Qwen3VLTextConfig, shard: 
 
 def _head_ranges(config: Qwen3VLTextConfig, shard: Shard) -> tuple[tuple[int, int], ...]:
     """Rows of the fused qkv projection: this rank's query heads, and the KV heads that they use."""
-    num_heads, kv_heads, head_dim = config.num_attention_heads, _kv_heads(config), config.head_dim
+    num_heads, kv_heads, head_dim = config.num_attention_heads, num_kv_heads(config), config.head_dim
     first, end = shard.of(num_heads)
     first_kv = shard.rank * kv_heads // shard.size
     end_kv = first_kv + max(1, kv_heads // shard.size)

@@ -20,7 +20,7 @@ from decoder_svc.model.kernels import Kernels, TorchKernels
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
 from decoder_svc.model.linear import Linear, can_pack, pack_weight, packed_linear
 from decoder_svc.model.mrope import frequency_axes, inverse_frequencies, mrope_cos_sin
-from decoder_svc.model.parallel import Alone, Ranks, vocabulary_range
+from decoder_svc.model.parallel import Alone, Ranks, num_kv_heads, vocabulary_range
 from decoder_svc.model_input import ModelInput
 
 # The architecture's split of 64 frequencies, for configurations that do not say it.
@@ -180,6 +180,6 @@ def _rope(config: Qwen3VLTextConfig) -> tuple[float, Sequence[int]]:
 
 def _check_heads(config: Qwen3VLTextConfig) -> None:
     """Refuse heads that cannot be grouped, before any weight is read."""
-    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
-    if config.num_attention_heads % num_kv_heads:
-        raise CheckpointError(f"{num_kv_heads} KV heads do not divide {config.num_attention_heads} attention heads")
+    kv_heads = num_kv_heads(config)
+    if config.num_attention_heads % kv_heads:
+        raise CheckpointError(f"{kv_heads} KV heads do not divide {config.num_attention_heads} attention heads")

@@ -27,7 +27,7 @@ from common.checkpoint_regions import Destination
 from common.errors import CheckpointError
 from decoder_svc.model.attention import select_attention
 from decoder_svc.model.kernels import select_kernels
-from decoder_svc.model.parallel import WHOLE, Ranks, check_split, local_config, owned_parameters
+from decoder_svc.model.parallel import WHOLE, Ranks, check_split, local_config, num_kv_heads, owned_parameters
 from decoder_svc.model.text import TextModel
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def text_destinations(model: TextModel, stored: Mapping[str, StoredTensor]) -> d
 
 def _qkv_destinations(model: TextModel, name: str) -> dict[str, Destination]:
     config = model.config
-    kv_rows = int(config.num_key_value_heads or config.num_attention_heads) * config.head_dim
+    kv_rows = num_kv_heads(config) * config.head_dim
     rows = {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
     return _split_rows(name, "qkv_proj", rows)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.messages import GenerateRequest, MediaItem, SequenceTokens
 from decoder_svc.engine import Engine, EngineLimits, Event, MediaBudget, MediaWanted
-from decoder_svc.kv_cache import KVCache
+from decoder_svc.kv_budget import make_kv_cache
 from decoder_svc.model.text import TextModel
 from tests.decoder_svc.model.pairs import Pair
 from tests.decoder_svc.requests import MERGE_SIZE, PAD_ID, generate_request, picture
@@ -32,16 +32,7 @@ def make_engine(
     eos_token_ids: Seq[int] = (),
 ) -> Engine:
     """An engine with a small cache."""
-    config = model.config
-    cache = KVCache(
-        config.num_hidden_layers,
-        num_blocks,
-        BLOCK_SIZE,
-        config.num_key_value_heads,
-        config.head_dim,
-        model.dtype,
-        model.device,
-    )
+    cache = make_kv_cache(model, num_blocks, BLOCK_SIZE)
     limits = EngineLimits(
         max_model_len=max_model_len,
         max_tokens_per_step=max_tokens_per_step,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoder_svc.kv_cache import KVCache
+from decoder_svc.kv_budget import make_kv_cache
 from decoder_svc.model.text import TextModel
 from decoder_svc.model_input import ModelInput
 
@@ -39,21 +39,12 @@ class PagedRun:
     """A cache shared by some prompts, whose blocks are interleaved and out of order."""
 
     def __init__(self, model: TextModel, prompts: Sequence[Prompt], seed: int = 0) -> None:
-        config = model.config
         self.model, self.prompts = model, prompts
         self.max_blocks = max(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts)
         num_blocks = 1 + self.max_blocks * len(prompts)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.tables = order.view(len(prompts), self.max_blocks).to(torch.int32)
-        self.cache = KVCache(
-            config.num_hidden_layers,
-            num_blocks,
-            BLOCK_SIZE,
-            config.num_key_value_heads,
-            config.head_dim,
-            model.dtype,
-            model.device,
-        )
+        self.cache = make_kv_cache(model, num_blocks, BLOCK_SIZE)
 
     def model_input(self, chunks: Sequence[Chunk]) -> ModelInput:
         slots, rows, embeds, starts = [], [], [], [0]
