@@ -8,6 +8,7 @@ slots. Knows no clock, and no randomness but a seeded one.
 import itertools
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class Hpa:
 
 
 @dataclass(kw_only=True)
-class Tier:
+class Tier(ABC):
     """What every tier has: pods, and a number of them that somebody sets by a signal that comes late."""
 
     load: Load
@@ -118,29 +119,29 @@ class Tier:
 
     # What the kinds of tiers differ in.
 
+    @abstractmethod
     def begin(self) -> None:
         """Have `replicas` pods that are ready."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_pod(self) -> None:
         """One pod has started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove_pod(self) -> bool:
         """One pod ends, the idlest; false when none runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def work(self, offered: float) -> None:
         """One second of what comes and what is done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def share(self) -> Share:
         """What gateways count now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keeps_target(self) -> bool:
         """Whether what waits is within the target."""
-        raise NotImplementedError
 
     # What they have in common.
 

@@ -40,7 +40,6 @@ class FakeRunner:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fails_on: Callable[[Sequence[TowerItem]], Exception | None] = lambda items: None
     patches_per_s: float = 100.0
-    last_forward_s: float = 0.01
     started_at: float | None = None
     num_bytes: int = 1024
     is_closed: bool = False

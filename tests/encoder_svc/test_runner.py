@@ -16,18 +16,15 @@ from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.model.vision import VisionTower
 from encoder_svc.runner import TowerItem, TowerRunner
 from tests.encoder_svc.embeddings import FINGERPRINT, key
+from tests.encoder_svc.towers import tiny_tower
 from tests.media_samples import DEMO_PROCESSOR
-from tests.tiny_models import tiny_config, tiny_model
 
 GRIDS: list[Grid] = [(1, 4, 4), (1, 6, 4), (2, 2, 8)]
 
 
 @pytest.fixture(scope="module")
 def tower() -> VisionTower:
-    model = tiny_model(tiny_config())
-    tower = VisionTower(model.config.vision_config)
-    tower.load_state_dict(model.model.visual.state_dict())
-    return tower.eval()
+    return tiny_tower()
 
 
 @pytest.fixture

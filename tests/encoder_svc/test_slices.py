@@ -7,19 +7,16 @@ import torch
 from common.embedding import check_payload
 from common.tensors import tensor_of
 from encoder_svc.embedding_store import HeldEmbedding
-from encoder_svc.model.vision import VisionTower
 from encoder_svc.runner import TowerItem, TowerRunner
 from encoder_svc.slices import Joining, cut
 from tests.encoder_svc.embeddings import FINGERPRINT, held, key
-from tests.tiny_models import tiny_config, tiny_model
+from tests.encoder_svc.towers import tiny_tower
 
 
 @pytest.mark.parametrize("lengths", [(5,), (1, 4), (2, 2, 1), (1, 1, 1, 1, 1)])
 async def test_the_slices_of_a_video_give_what_the_whole_gives(lengths: tuple[int, ...]) -> None:
-    model = tiny_model(tiny_config())
-    tower = VisionTower(model.config.vision_config)
-    tower.load_state_dict(model.model.visual.state_dict())
-    runner = TowerRunner(tower.eval(), fingerprint=FINGERPRINT, wire_dtype="float32")
+    tower = tiny_tower()
+    runner = TowerRunner(tower, fingerprint=FINGERPRINT, wire_dtype="float32")
     values = np.random.default_rng(3).standard_normal((5 * 4 * 6, tower.patch_width)).astype(np.float32)
     video = TowerItem(key(1), (5, 4, 6), values)
     (whole,) = await runner.run([video])

@@ -1,6 +1,5 @@
 """`tandem encoder --devices` in a fleet: a request's pictures spread over its processes and come back in order."""
 
-import base64
 import dataclasses
 import os
 import signal
@@ -14,16 +13,14 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from common.processor_config import ProcessorConfig
 from deploy.local import LocalStack, UpSettings, free_port, plan
 from encoder_svc.config import EncoderSettings
 from encoder_svc.devices import PORT_STEP, settings_of_each
 from gateway_svc.text.detokenizer import TokenTable
+from tests.integration.turns import generated, messages_of, telling_checkpoint
 from tests.media_samples import encoded, picture
 from tests.reference import Media, Reference, Turn
-from tests.servable import save_servable
 from tests.stack import FOR_TESTS, Stack
-from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,8 +29,7 @@ NUM_PICTURES, MAX_TOKENS = 12, 24
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    directory, model = save_servable(tmp_path_factory.mktemp("checkpoint") / "tiny", gain=3.5, deepstack_gain=2.5)
-    return directory, Reference(model, tiny_tokenizer(), ProcessorConfig.load(directory))
+    return telling_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
@@ -93,27 +89,12 @@ async def test_pictures_spread_over_devices_and_come_back_in_order(
 ) -> None:
     reference = served[1]
     pictures = [encoded(Image.fromarray(picture(96, 64, seed))) for seed in range(NUM_PICTURES)]
-    expected = reference.generate([Turn("user", [*(Media("image", data) for data in pictures), "all"])], MAX_TOKENS)
+    turns = [Turn("user", [*(Media("image", data) for data in pictures), "all"])]
+    expected = reference.generate(turns, MAX_TOKENS)
     turned = [Turn("user", [*(Media("image", data) for data in pictures[::-1]), "all"])]
     assert reference.generate(turned, MAX_TOKENS) != expected, "the order would not show"
-    urls = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in pictures]
-    content: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content.append({"type": "text", "text": "all"})
-
-    async def ask() -> list[list[int]]:
-        async with stack.client() as client:
-            response = await client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": content}],
-                max_completion_tokens=MAX_TOKENS,
-                logprobs=True,
-            )
-        logprobs = response.choices[0].logprobs
-        assert logprobs is not None
-        return [token.bytes or [] for token in logprobs.content or []]
-
     table = TokenTable(reference.tokenizer)
-    assert await ask() == [list(table.bytes_of(token)) for token in expected]
+    assert await generated(stack, messages_of(turns), MAX_TOKENS) == [list(table.bytes_of(token)) for token in expected]
     counts = [await stack.metric(f"device-{i}", "tandem_encoder_preprocess_seconds_count") for i in range(2)]
     assert sum(counts) == NUM_PICTURES
     assert all(count > 0 for count in counts), counts

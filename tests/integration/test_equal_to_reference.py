@@ -5,7 +5,6 @@ picture, a lost DeepStack level, misaligned position embeddings) changes the tok
 """
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,14 +13,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from common.processor_config import ProcessorConfig
 from encoder_svc.video_decode import probe_video
 from gateway_svc.text.detokenizer import TokenTable
+from tests.integration.turns import generated, messages_of, telling_checkpoint
 from tests.media_samples import DEMO_PROCESSOR, encoded, picture, video_file
 from tests.reference import Media, Reference, Turn, without_aligned_corners, without_level
-from tests.servable import save_servable
 from tests.stack import Stack, running_stack
-from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -86,41 +83,15 @@ def _size(data: bytes) -> tuple[int, int]:
         return opened.size
 
 
-def request_of(turns: list[Turn]) -> list[dict[str, Any]]:
-    """The turns as OpenAI messages."""
-    return [{"role": turn.role, "content": [_part(part) for part in turn.parts]} for turn in turns]
-
-
-def _part(part: str | Media) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    mime = "image/png" if part.kind == "image" else "video/mp4"
-    url = f"data:{mime};base64,{base64.b64encode(part.data).decode()}"
-    return {"type": f"{part.kind}_url", f"{part.kind}_url": {"url": url}}
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    directory, model = save_servable(tmp_path_factory.mktemp("checkpoint") / "tiny", gain=3.5, deepstack_gain=2.5)
-    return directory, Reference(model, tiny_tokenizer(), ProcessorConfig.load(directory))
+    return telling_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
 async def stack(served: tuple[Path, Reference], tmp_path: Path) -> AsyncIterator[Stack]:
     async with running_stack(tmp_path, served[0]) as stack:
         yield stack
-
-
-async def generated(stack: Stack, turns: list[Turn]) -> list[list[int]]:
-    """The bytes of each token of the answer."""
-    async with stack.client() as client:
-        response = await client.chat.completions.create(
-            model="tiny", messages=request_of(turns), max_completion_tokens=MAX_TOKENS, logprobs=True
-        )
-    logprobs = response.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    return [token.bytes or [] for token in logprobs.content]
 
 
 def token_bytes(reference: Reference, ids: list[int]) -> list[list[int]]:
@@ -139,7 +110,7 @@ async def test_forty_generations_equal_transformers_token_for_token(
 
     async def ask(turns: list[Turn]) -> list[list[int]]:
         async with limit:
-            return await generated(stack, turns)
+            return await generated(stack, messages_of(turns), MAX_TOKENS)
 
     answers = await asyncio.gather(*(ask(turns) for turns in cases))
     expected = [await asyncio.to_thread(reference.generate, turns, MAX_TOKENS) for turns in cases]

@@ -33,7 +33,7 @@ from encoder_svc.runner import TowerItem, TowerRunner
 from encoder_svc.shipping import Shipping
 from encoder_svc.slices import Joining, cut
 from tests.common.sockets import background, eventually
-from tests.tiny_models import tiny_config, tiny_model
+from tests.encoder_svc.towers import tiny_tower
 from tests.valkey import running_valkey
 
 FINGERPRINT, KEY, GRID = "f" * 64, "a" * 64, (4, 6, 4)
@@ -71,10 +71,7 @@ class Encoded:
 
 @pytest.fixture(scope="module")
 def tower() -> VisionTower:
-    model = tiny_model(tiny_config())
-    tower = VisionTower(model.config.vision_config)
-    tower.load_state_dict(model.model.visual.state_dict())
-    return tower.eval()
+    return tiny_tower()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`tandem decoder --tp 2` as real processes: the tokens of one process, one fetch for all ranks, and one fate."""
 
 import asyncio
-import base64
 import contextlib
 import ipaddress
 import shutil
@@ -9,24 +8,22 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from PIL import Image
 
-from common.processor_config import ProcessorConfig
 from deploy.local import free_port
 from gateway_svc.text.detokenizer import TokenTable
 from tests.common.sockets import eventually
 from tests.integration.conftest import text_message
+from tests.integration.turns import generated, messages_of, telling_checkpoint
 from tests.media_samples import encoded, picture
 from tests.paths import REPOSITORY
-from tests.reference import Media, Reference, Turn
+from tests.reference import Media, Turn
 from tests.servable import save_servable
 from tests.stack import Stack, running_stack
 from tests.tiny_models import DECODER_SHARD
-from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,26 +55,6 @@ CASES = [
 ]
 
 
-def messages_of(turns: list[Turn]) -> list[dict[str, Any]]:
-    return [{"role": turn.role, "content": [_part(part) for part in turn.parts]} for turn in turns]
-
-
-def _part(part: str | Media) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(part.data).decode()}"}}
-
-
-async def generated(stack: Stack, messages: Any, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
-    async with stack.client() as client:
-        response = await client.chat.completions.create(
-            model="tiny", messages=messages, max_completion_tokens=max_tokens, logprobs=True
-        )
-    logprobs = response.choices[0].logprobs
-    assert logprobs is not None
-    return [token.bytes or [] for token in logprobs.content or []]
-
-
 def ranks_of(stack: Stack) -> list[psutil.Process]:
     """The other ranks of the decoder."""
     pid = stack.local.children["decoder-0"].pid
@@ -94,13 +71,12 @@ def is_gone(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "moe"])
 async def test_two_processes_give_the_tokens_of_one(is_moe: bool, tmp_path: Path) -> None:
-    directory, model = save_servable(tmp_path / "model" / "tiny", gain=3.5, deepstack_gain=2.5, is_moe=is_moe)
-    reference = Reference(model, tiny_tokenizer(), ProcessorConfig.load(directory))
+    directory, reference = telling_checkpoint(tmp_path / "model", is_moe=is_moe)
     table = TokenTable(reference.tokenizer)
     expected = [await asyncio.to_thread(reference.generate, turns, MAX_TOKENS) for turns in CASES]
     async with split_stack(tmp_path, directory) as stack:
-        alone = [await generated(stack, messages_of(turns)) for turns in CASES]
-        together = await asyncio.gather(*(generated(stack, messages_of(turns)) for turns in CASES))
+        alone = [await generated(stack, messages_of(turns), MAX_TOKENS) for turns in CASES]
+        together = await asyncio.gather(*(generated(stack, messages_of(turns), MAX_TOKENS) for turns in CASES))
         for turns, answers, tokens in zip(CASES, zip(alone, together, strict=True), expected, strict=True):
             assert len(set(tokens)) >= 6, "an output that repeats itself proves little"
             for answer in answers:
