@@ -77,7 +77,7 @@ class Child:
                 env={**os.environ, **command.environment},
                 pass_fds=command.inherited,
                 start_new_session=True,  # a Ctrl-C in the terminal is the parent's to pass on
-                preexec_fn=functools.partial(_prepare_child, os.getpid(), command.cores, command.on_orphaned),
+                preexec_fn=functools.partial(prepare_child, os.getpid(), command.cores, command.on_orphaned),
             )
 
     async def wait(self) -> int:
@@ -142,8 +142,8 @@ def share_cores(cores: Sequence[int], num_processes: int) -> list[frozenset[int]
     return [frozenset(ordered[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def _prepare_child(parent: int, cores: frozenset[int], on_orphaned: signal.Signals) -> None:
-    """Runs in the child before its program: its cores, and its end when the parent ends, even if that was just now."""
+def prepare_child(parent: int, cores: frozenset[int], on_orphaned: signal.Signals) -> None:
+    """Called in a child before its program: its cores, and its end when the parent ends, even if that was just now."""
     if cores:
         os.sched_setaffinity(0, cores)
     _LIBC.prctl(_PR_SET_PDEATHSIG, on_orphaned)

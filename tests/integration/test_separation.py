@@ -26,7 +26,7 @@ async def test_each_half_serves_without_the_other_halfs_code_and_weights(tiny_ch
         # Python then writes a line for each module that it imports.
         environments[role] = {"TANDEM_MODEL": str(copy), "PYTHONPROFILEIMPORTTIME": "1"}
 
-    async with running_stack(tmp_path / "stack", tiny_checkpoint, by_role=environments) as stack:
+    async with running_stack(tmp_path / "stack", tiny_checkpoint, by_role=environments, by_command=True) as stack:
         async with stack.client() as client:
             response = await client.chat.completions.create(
                 model="tiny", messages=picture_message(1), max_completion_tokens=8
