@@ -192,7 +192,7 @@ class KubernetesMembers:
         try:
             event = json.loads(line)
             kind, item = event["type"], event["object"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise KubernetesError("a watch told of what is no event") from None
         if kind == "ERROR":
             code = item.get("code") if isinstance(item, dict) else None

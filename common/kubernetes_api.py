@@ -90,7 +90,7 @@ def call(
         data = _read(response)
     try:
         return json.loads(data) if data else None
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise KubernetesError(f"{method} {path} was answered with what is no JSON") from exc
 
 

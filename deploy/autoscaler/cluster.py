@@ -72,13 +72,14 @@ class Cluster:
                 return None
             raise
         spec = _dict(_dict(answer).get("spec"))
+        version = _version_of(answer, "Lease", name)
         duration = spec.get("leaseDurationSeconds")
         transitions = spec.get("leaseTransitions")
         return Lease(
             holder=str(spec.get("holderIdentity") or ""),
             renewals=str(spec.get("renewTime") or ""),
             duration_s=duration if isinstance(duration, int) and duration > 0 else 1,
-            version=str(_dict(_dict(answer).get("metadata")).get("resourceVersion") or ""),
+            version=version,
             transitions=transitions if isinstance(transitions, int) else 0,
         )
 
@@ -143,12 +144,21 @@ class Cluster:
 
 
 def _scale_of(name: str, answer: Any) -> Scale:
+    version = _version_of(answer, "Scale", name)
     metadata, spec, status = (_dict(_dict(answer).get(part)) for part in ("metadata", "spec", "status"))
     wanted, present = spec.get("replicas", 0), status.get("replicas", 0)  # Kubernetes leaves out a zero
-    if not isinstance(wanted, int) or not isinstance(present, int):
+    if not all(type(count) is int and count >= 0 for count in (wanted, present)):
         raise KubernetesError(f"the scale of {name} has no number of replicas")
-    version, uid = str(metadata.get("resourceVersion") or ""), str(metadata.get("uid") or "")
-    return Scale(name, wanted, present, version, uid)
+    return Scale(name, wanted, present, version, str(metadata.get("uid") or ""))
+
+
+def _version_of(answer: Any, kind: str, name: str) -> str:
+    """The version of an object of a kind. Raises KubernetesError for any other answer: what nobody said is not zero,
+    and a change that names no version would overwrite others' changes."""
+    version = _dict(_dict(answer).get("metadata")).get("resourceVersion")
+    if _dict(answer).get("kind") != kind or not isinstance(version, str) or not version:
+        raise KubernetesError(f"the answer for {name} is no {kind} with a version")
+    return version
 
 
 def _dict(value: Any) -> dict[str, Any]:

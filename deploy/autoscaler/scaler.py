@@ -95,16 +95,16 @@ class Autoscaler:
 
     async def look(self) -> None:
         """Decide once for each tier, and act if this one leads."""
-        leads = self._is_dry_run or await self._leads()
-        IS_LEADER.set(leads and not self._is_dry_run)
+        leads = not self._is_dry_run and await self._leads()
+        IS_LEADER.set(leads)
         for tier in self._tiers:
             collected = await self._shares.collect(tier.tier)
-            if self._sets_costs and leads and collected.answered:
+            if self._sets_costs and self._still_leads and collected.answered:
                 await self._set_costs(tier, collected.total, self._clock())
             if self._leaves_replicas:
                 continue
             try:
-                await self._look_at(tier, collected, acts=leads)
+                await self._look_at(tier, collected)
             except KubernetesError as error:
                 ERRORS.labels("scale").inc()
                 logger.warning("a tier could not be looked at", tier=tier.tier, reason=str(error))
@@ -118,7 +118,12 @@ class Autoscaler:
             logger.warning("the lease cannot be renewed", reason=str(error))
             return self._election.is_leader(self._clock())
 
-    async def _look_at(self, tier: TierScaler, collected: Collected, *, acts: bool) -> None:
+    @property
+    def _still_leads(self) -> bool:
+        """Asked before each change: the answers that led to it may have taken longer than the lease."""
+        return self._election.is_leader(self._clock())
+
+    async def _look_at(self, tier: TierScaler, collected: Collected) -> None:
         scale = await asyncio.to_thread(self._cluster.scale, tier.deployment)
         WANTED.labels(tier.tier).set(scale.wanted)
         if not collected.answered:
@@ -132,7 +137,7 @@ class Autoscaler:
         wanted = desired(tier.state, tier.policy)
         WORK.labels(tier.tier).set(share.replicas)
         DESIRED.labels(tier.tier).set(wanted)
-        if acts and wanted != scale.wanted:
+        if wanted != scale.wanted and (self._is_dry_run or self._still_leads):
             await self._scale(tier, scale, wanted, share)
 
     async def _scale(self, tier: TierScaler, scale: Scale, wanted: int, share: Share) -> None:

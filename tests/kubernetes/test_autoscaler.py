@@ -134,7 +134,37 @@ async def test_a_scale_that_changed_since_it_was_read_is_not_overwritten(api: Fa
     assert api.scales["encoders"]["spec"]["replicas"] == 3
 
 
-@pytest.mark.parametrize("status", [403, 404, 500])
+NO_SCALES: list[Any] = [
+    {},
+    [],
+    "text",
+    {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "code": 200},
+    {"kind": "Scale", "metadata": {}, "spec": {"replicas": 3}},
+    {"kind": "Deployment", "metadata": {"resourceVersion": "1"}, "spec": {"replicas": 3}},
+    *(
+        {"kind": "Scale", "metadata": {"resourceVersion": "1"}, "spec": {"replicas": bad}, "status": {"replicas": 3}}
+        for bad in ("3", True, -1, 2.5, None, [])
+    ),
+    {"kind": "Scale", "metadata": {"resourceVersion": "1"}, "spec": {"replicas": 3}, "status": {"replicas": "3"}},
+]
+
+
+@pytest.mark.parametrize("answer", NO_SCALES, ids=json.dumps)
+async def test_an_answer_that_is_no_scale_is_not_taken_for_zero_replicas(api: FakeApi, answer: Any) -> None:
+    stage = Stage(api)
+    api.scales["encoders"] = answer
+    stage.shares.work = {"encoder": 4.3, "decoder": 2.5}
+    await stage.look()
+    assert [path.split("/")[-2] for method, path in api.requests if method == "PUT"] == ["decoders"]
+
+
+async def test_a_scale_of_zero_leaves_its_number_out(api: FakeApi) -> None:
+    del api.scales["encoders"]["spec"]["replicas"]
+    scale = await asyncio.to_thread(Cluster(connect(api.url), NAMESPACE).scale, "encoders")
+    assert (scale.wanted, scale.present) == (0, 2)
+
+
+@pytest.mark.parametrize("status", [403, 404, 429, 500])
 async def test_one_tier_that_cannot_be_read_does_not_keep_the_other_from_its_size(api: FakeApi, status: int) -> None:
     stage = Stage(api)
     stage.shares.work = {"encoder": 4.3, "decoder": 2.5}
@@ -222,6 +252,55 @@ async def test_a_leader_that_cannot_renew_stops_before_its_lease_ends(api: FakeA
     stage.clock.now += 11.0
     await stage.look()
     assert stage.replicas() == (2, 1)
+
+
+@pytest.mark.parametrize("status", [401, 403, 409, 429, 500, 504])
+@pytest.mark.parametrize("call", [("GET", "/lease"), ("POST", "/leases")])
+async def test_nobody_acts_who_cannot_have_the_lease(api: FakeApi, call: tuple[str, str], status: int) -> None:
+    stage = Stage(api)
+    stage.shares.work["encoder"] = 4.3
+    api.statuses[call] = status
+    await stage.look(2)
+    assert stage.replicas() == (2, 1)
+    api.statuses.clear()
+    await stage.look()
+    assert stage.replicas() == (5, 1)
+
+
+@pytest.mark.parametrize("lease", [{}, [], {"kind": "Lease", "metadata": {}}, {"kind": "Status"}], ids=json.dumps)
+async def test_a_lease_that_is_none_is_not_taken_for_a_free_one(api: FakeApi, lease: Any) -> None:
+    api.leases["lease"] = lease
+    stage = Stage(api)
+    stage.shares.work["encoder"] = 4.3
+    await stage.look()
+    assert {method for method, _ in api.requests} == {"GET"}
+
+
+async def test_a_leader_whose_lease_ends_while_it_asks_does_not_act(api: FakeApi) -> None:
+    """Gateways, or the API server, take so long to answer that another autoscaler may have begun."""
+    stage = Stage(api)
+    collect = stage.shares.collect
+
+    async def collect_slowly(tier: TierName) -> Collected:
+        stage.clock.now += 10.1
+        return await collect(tier)
+
+    stage.shares.collect = collect_slowly  # type: ignore[method-assign]
+    stage.shares.work["encoder"] = 4.3
+    await stage.look()
+    assert stage.election.is_leader(stage.clock.now - 25.0)
+    assert stage.replicas() == (2, 1)
+
+
+async def test_one_that_was_restarted_takes_no_pod_before_it_has_seen_a_window(api: FakeApi) -> None:
+    first = Stage(api)
+    await first.look(59)
+    second = Stage(api)  # under the same name, as a pod that restarts in place; it has seen nothing
+    second.clock.now = first.clock.now
+    await second.look(60)
+    assert second.replicas() == (2, 1)
+    await second.look(2)
+    assert second.replicas() == (1, 1)
 
 
 async def test_a_leader_that_ends_leaves_the_lease_to_the_next(api: FakeApi) -> None:

@@ -245,6 +245,7 @@ async def test_an_answer_that_breaks_in_its_middle_or_is_no_list_changes_nothing
         await watched.until("10.0.0.1")
         await api.until(lambda: api.num_open)
         api.list_bodies.extend([b'{"metadata": {"resourceVersion": "9"}, "items": [', b"[]", b'{"items": []}', b"null"])
+        api.list_bodies.append(b"[" * 100_000)
         api.break_watches()
         await api.until(lambda: not api.list_bodies and api.num_open)
         assert watched.hosts == ["10.0.0.1"]
@@ -252,7 +253,18 @@ async def test_an_answer_that_breaks_in_its_middle_or_is_no_list_changes_nothing
 
 
 @pytest.mark.parametrize(
-    "line", [b"not json\n", b"[]\n", b'{"type": "ADDED"}\n', b'"text"\n', b'{"type": "ERROR", "object": null}\n']
+    "line",
+    [
+        b"not json\n",
+        b"[]\n",
+        b'{"type": "ADDED"}\n',
+        b'"text"\n',
+        b'{"type": "ERROR", "object": null}\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b"x" * (5 << 20) + b"\n",
+    ],
+    ids=lambda line: repr(line[:30]),
 )
 async def test_what_is_no_event_is_followed_by_a_list(api: FakeApi, line: bytes) -> None:
     async with watching(api) as watched:
