@@ -102,6 +102,18 @@ exec:
 {{- if and (ne .root.Values.autoscaling.mode "none") (index .root.Values.autoscaling .tier).enabled -}}true{{- end -}}
 {{- end -}}
 
+{{/* Refuses values that contradict each other, which no schema can tell. */}}
+{{- define "tandem.checkValues" -}}
+{{- range $tier, $bounds := pick .Values.autoscaling "gateway" "encoder" "decoder" -}}
+{{- if gt (int $bounds.min) (int $bounds.max) -}}
+{{- fail (printf "autoscaling.%s.min is %v, above autoscaling.%s.max, which is %v: set both" $tier $bounds.min $tier $bounds.max) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.valkey.enabled (or .Values.redis.url .Values.redis.existingSecret) -}}
+{{- fail "redis names a server of your own, but valkey.enabled is true: set valkey.enabled=false" -}}
+{{- end -}}
+{{- end -}}
+
 {{/* "true" when `tandem autoscaler` runs: to scale, or to mark pods for the autoscaler that does. */}}
 {{- define "tandem.hasAutoscaler" -}}
 {{- $auto := .Values.autoscaling -}}
