@@ -121,7 +121,8 @@ class SliceCache:
     def _ports(self, ports: Any) -> list[int]:
         if not isinstance(ports, list):
             raise MalformedSlice
-        by_name = {port.get("name"): port.get("port") for port in ports if isinstance(port, dict)}
+        named = [port for port in ports if isinstance(port, dict) and isinstance(port.get("name"), str)]
+        by_name = {port["name"]: port.get("port") for port in named}
         numbers = [by_name.get(name) for name in self._port_names]
         if not all(type(number) is int and 0 < number < 1 << 16 for number in numbers):
             raise MalformedSlice
@@ -136,6 +137,8 @@ class SliceCache:
         try:
             host = str(ipaddress.ip_address(str(addresses[0])))  # as text: a number is an address to that function
         except ValueError:
+            return None
+        if "%" in host:  # a zone: text of any kind, which means something to one node alone
             return None
         host = f"[{host}]" if ":" in host else host
         pod = target.get("name") if isinstance(target, dict) else None

@@ -1,14 +1,23 @@
 """What a Service's slices say, read as Kubernetes documents them, and what is skipped."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.endpoint_slices import SliceCache
 from common.members import Member
 from tests.kubernetes.fake_api import addresses, endpoint, endpoint_slice
 
 PORTS = {"control": 7101, "data": 7102}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.ip_addresses().map(str),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
 
 
 def cache_of(*slices: Any) -> SliceCache:
@@ -81,6 +90,7 @@ def test_events_change_one_slice_and_a_list_replaces_all() -> None:
         {"conditions": {"ready": True}},
         {"addresses": ["not an address"]},
         {"addresses": [17]},
+        {"addresses": ["fe80::1%a b;c"]},
         {"addresses": ["10.0.0.1"], "conditions": "ready"},
         "10.0.0.1",
         None,
@@ -102,6 +112,7 @@ def test_a_pod_without_a_usable_address_costs_only_itself(entry: Any) -> None:
         {"ports": [{"name": "control", "port": 7101}, {"name": "data", "port": "7102"}]},
         {"ports": [{"name": "control", "port": 7101}, {"name": "data", "port": True}]},
         {"ports": [{"name": "control", "port": 7101}, {"name": "data", "port": 70_000}]},
+        {"ports": [{"name": {}, "port": 7101}, {"name": "data", "port": 7102}]},
         {"addressType": "FQDN"},
     ],
 )
@@ -120,6 +131,32 @@ def test_what_is_no_object_is_skipped(item: Any) -> None:
     assert not cache.apply("MODIFIED", item)
     assert not cache.apply("DELETED", item)
     assert len(cache.members()) == 1
+
+
+def places_of(item: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in an object where something else may stand."""
+    yield place
+    keys = item if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
+    for key in keys:
+        yield from places_of(item[key], (*place, key))
+
+
+@given(st.data())
+def test_whatever_stands_anywhere_in_a_slice_the_other_slices_are_there(data: st.DataObject) -> None:
+    bad = encoders("b", endpoint("10.0.0.9", "pod"), endpoint("10.0.0.8"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *path, last = data.draw(st.sampled_from([place for place in places_of(bad) if place]))
+        within = bad
+        for key in path:
+            within = within[key]
+        within[last] = data.draw(ANYTHING)
+    cache = cache_of(encoders("a", endpoint("10.0.0.1")))
+    cache.apply("MODIFIED", bad)
+    cache.replace([bad, encoders("a", endpoint("10.0.0.1"))])
+    cache.count_by_state()
+    found = [member.endpoints for member in cache.members()]
+    assert ("tcp://10.0.0.1:7101", "tcp://10.0.0.1:7102") in found
+    assert all(re.fullmatch(r"tcp://([0-9.]+|\[[0-9a-f:.]+\]):[0-9]+", text) for texts in found for text in texts)
 
 
 def test_a_slice_without_endpoints_may_have_no_ports() -> None:
