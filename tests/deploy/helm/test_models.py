@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.deploy.helm.chart import INSECURE, TIERS, ChartRefused, Rendered, render
+from tests.deploy.helm.chart import INSECURE, TIERS, VALUES_FILES, ChartRefused, Rendered, render
+from tests.deploy.helm.values_schema import CHART
+from tests.paths import REPOSITORY
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(900)]
 
@@ -122,6 +125,21 @@ def test_a_cache_of_ones_own_takes_the_place_of_the_charts() -> None:
             p["port"] for rule in rendered.one("NetworkPolicy", "encoder")["spec"]["egress"] for p in rule["ports"]
         }
         assert ports == {53, 443, 6380 if "redis.url" in values else 6379}
+
+
+@pytest.mark.parametrize("file", VALUES_FILES)
+def test_what_a_values_file_names_is_made_in_the_docs_before_it_is_installed(file: str) -> None:
+    values = yaml.safe_load((CHART / file).read_text())
+    model = values["model"]
+    secrets = [part.get("existingSecret") for part in (values["curve"], values["valkey"])]
+    secrets.append(values["gateway"].get("apiKeys", {}).get("existingSecret"))
+    docs = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    for secret in filter(None, secrets):
+        assert f"kubectl create secret generic {secret} --from-" in docs
+    if claim := model.get("hub", {}).get("existingClaim"):
+        assert f"metadata: {{name: {claim}}}" in docs
+    if claim := model.get("pvc", {}).get("claimName"):
+        assert f"`{claim}`" in docs
 
 
 def test_a_fleet_for_text_has_no_encoder() -> None:
