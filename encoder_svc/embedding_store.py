@@ -26,6 +26,7 @@ class _Entry:
     embedding: HeldEmbedding
     leases: dict[str, float] = field(default_factory=dict)  # request id -> time at which the lease ends
     num_pins: int = 0  # transfers that read it now
+    is_in_redis: bool = False
 
     @property
     def is_needed(self) -> bool:
@@ -53,6 +54,15 @@ class EmbeddingStore:
     def num_leases(self) -> int:
         """Leases over all items."""
         return sum(len(entry.leases) for entry in self._entries.values())
+
+    @property
+    def num_leases_only_here(self) -> int:
+        """Leases on items that Redis was not given."""
+        return sum(len(entry.leases) for entry in self._entries.values() if not entry.is_in_redis)
+
+    def note_in_redis(self, key: str) -> None:
+        """Redis was given a pinned item as well."""
+        self._entries[key].is_in_redis = True
 
     def get(self, key: str) -> HeldEmbedding | None:
         """A held embedding, now the most recently used, or None."""

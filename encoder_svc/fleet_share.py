@@ -97,6 +97,8 @@ class FleetShare:
             return
         try:
             is_stored = await self._cache.put(embedding.header, embedding.payload)
+            if is_stored:
+                self._store.note_in_redis(key)
         finally:
             self._store.unpin(key)
         if is_stored:

@@ -47,7 +47,7 @@ UTILISATION = Gauge("tandem_encoder_compute_utilisation", "Share of the last sec
 ERRORS = Counter("tandem_encoder_errors_total", "Items and probes answered with an error", ["code"])
 REPORT_EVERY_S = 0.5
 HAND_OVER_POLL_S = 0.02
-HAND_OVER_S = 5.0  # a drain waits so long for decoders to fetch what was promised to them
+HAND_OVER_S = 5.0  # a drain waits so long for decoders to fetch what was promised to them, and Redis has too
 MAX_REMEMBERED_CANCELS = 10_000
 
 
@@ -75,6 +75,8 @@ class EncoderServer:
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._running: set[asyncio.Task[None]] = set()
         self._busy_at = (time.monotonic(), 0.0)  # a moment, and how long the compute thread had worked by then
+        HELD_BYTES.set_function(lambda: parts.store.held_bytes)
+        LEASES.set_function(lambda: parts.store.num_leases)
 
     @property
     def is_draining(self) -> bool:
@@ -101,21 +103,26 @@ class EncoderServer:
             self._parts.pipeline.close()
 
     async def drain(self) -> None:
-        """Refuse new work, finish what runs, and hand what is held to Redis."""
+        """Refuse new work, finish what runs, hand what is held to Redis, and keep what only this encoder has.
+
+        Returns when no request needs what is held here. `common.service` bounds how long that may take.
+        """
         self._hello = replace_hello(self._hello, is_draining=True)
         self._report()
         await self._parts.pipeline.drained()
         while self._running:
             await asyncio.wait(set(self._running))
-        for _ in range(int(HAND_OVER_S / HAND_OVER_POLL_S)):
-            if not self._is_needed:
-                break
+        hand_over_until = time.monotonic() + HAND_OVER_S
+        while self._is_needed(is_time_left=time.monotonic() < hand_over_until):  # noqa: ASYNC110
             await asyncio.sleep(HAND_OVER_POLL_S)
 
-    @property
-    def _is_needed(self) -> bool:
-        """Whether a request needs what is held here, or a decoder is fetching it."""
-        return self._parts.store.num_leases > 0 or self._parts.shipping.bytes_in_flight > 0
+    def _is_needed(self, *, is_time_left: bool) -> bool:
+        """Whether a decoder is fetching what is held here, or will: what Redis has too is kept for a short time only,
+        and what nobody else has as long as there is a gateway whose request it may be."""
+        store = self._parts.store
+        if self._parts.shipping.bytes_in_flight > 0 or (is_time_left and store.num_leases > 0):
+            return True
+        return bool(self._gateways) and store.num_leases_only_here > 0
 
     async def _serve_control(self) -> None:
         while True:
@@ -224,8 +231,6 @@ class EncoderServer:
             now = time.monotonic()
             self._parts.store.expire(now)
             self._parts.shipping.expire(now)
-            HELD_BYTES.set(self._parts.store.held_bytes)
-            LEASES.set(self._parts.store.num_leases)
             self._measure_utilisation(now)
             self._report()
             await asyncio.sleep(REPORT_EVERY_S)

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 import zmq.asyncio
@@ -45,11 +45,13 @@ Reply = EncodeReply | ProbeReply
 
 @dataclass(eq=False)
 class EncoderPeer:
-    """The two connections to one encoder. `num_own_patches` are those that this gateway waits for there."""
+    """The two connections to one encoder. `num_own_patches` are those that this gateway waits for there; the requests
+    in `users` were sent there and may have leases."""
 
     control: Link
     data: Link
     num_own_patches: int = 0
+    users: set[str] = field(default_factory=set)
 
     @property
     def hello(self) -> Hello | None:
@@ -128,7 +130,7 @@ class EncoderPool:
         self._members = LinkSet(
             connect,
             links_of=lambda peer: (peer.control, peer.data),
-            is_busy=self._has_calls,
+            is_busy=lambda peer: bool(peer.users) or self._has_calls(peer),
             on_change=self._changed,
         )
 
@@ -224,6 +226,7 @@ class EncoderPool:
     def release(self, request_id: str, peers: Sequence[EncoderPeer]) -> None:
         """End a request's leases, also at encoders that are away just now."""
         for peer in peers:
+            peer.users.discard(request_id)
             peer.control.send_or_keep(Release(request_id=request_id))
 
     def _has_calls(self, peer: EncoderPeer) -> bool:

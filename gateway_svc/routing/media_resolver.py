@@ -154,6 +154,7 @@ class MediaResolver:
         )
         if peer not in self._used:
             self._used.append(peer)
+            peer.users.add(self._request_id)
         reply = await self._encoders.call(peer, request, source, time_left_s + 1.0)
         assert isinstance(reply, EncodeReply)
         return reply

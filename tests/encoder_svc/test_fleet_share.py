@@ -49,6 +49,8 @@ async def test_one_of_two_encoders_is_at_work_until_redis_has_the_item(server: V
         store.put(held(1))
         one.offer(key(1))
         await one.drained()
+        store.lease(key(1), "r1", 0.0)
+        assert (store.num_leases, store.num_leases_only_here) == (1, 0)
         assert await two.claim(expected(1), take_over=False) == "redis"
         assert await two.claim(expected(1), take_over=True) is None
 

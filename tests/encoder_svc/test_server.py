@@ -370,3 +370,33 @@ async def test_a_drain_refuses_new_work_finishes_the_old_and_waits_for_the_fetch
         async with asyncio.timeout(3):
             await draining
         await bench.assert_nothing_is_left()
+
+
+async def test_a_drain_keeps_what_only_this_encoder_has_until_its_request_ends_or_redis_has_it(
+    loaded: _Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_svc.server.HAND_OVER_S", 0.05)
+    async with encoder(loaded, tmp_path) as bench:
+        for number in (1, 2, 3):
+            assert (await bench.encode(number, f"r{number}")).error is None
+        draining = asyncio.create_task(bench.server.drain())
+        bench.control.send(Release(request_id="r1"))
+        bench.parts.store.note_in_redis(key(2))
+        await asyncio.sleep(0.2)
+        assert not draining.done()
+        assert (await bench.fetch(3))[1]
+        bench.control.send(Release(request_id="r3"))
+        async with asyncio.timeout(3):
+            await draining
+        assert bench.parts.store.num_leases == 1  # of r2, for which Redis is asked
+
+
+async def test_a_drain_keeps_nothing_for_gateways_that_are_gone(
+    loaded: _Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_svc.server.HAND_OVER_S", 0.05)
+    async with encoder(loaded, tmp_path) as bench:
+        assert (await bench.encode()).error is None
+        bench.control.close()
+        async with asyncio.timeout(5):
+            await bench.server.drain()

@@ -223,6 +223,19 @@ async def test_leases_and_calls_that_end_while_an_encoder_is_away_end_there_when
         await eventually(lambda: encoder.controls == [Release(request_id="r1"), Cancel(request_id="r2")])
 
 
+async def test_an_encoder_that_left_is_told_of_the_end_of_the_requests_that_have_leases_there() -> None:
+    async with running() as (pool, [encoder]):
+        peer = pool.ready()["e0"]
+        peer.users.add("r1")
+        pool.set_members([])
+        assert not pool.ready()
+        await pool._members._close_those_that_left()
+        assert pool.peers == [peer]
+        pool.release("r1", [peer])
+        await eventually(lambda: encoder.controls == [Release(request_id="r1")])
+        await eventually(lambda: not pool.peers)
+
+
 async def test_an_encoder_that_keeps_failing_is_left_alone_as_long_as_there_is_another() -> None:
     async with running(2) as (pool, encoders):
         encoders[0].answer = lambda encoder, asked: ModelFailure("not finite")

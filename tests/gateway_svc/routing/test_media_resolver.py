@@ -322,8 +322,11 @@ async def test_unknown_keys_are_ignored() -> None:
 async def test_leases_are_released_where_they_were_taken() -> None:
     async with bench() as b:
         await resolved(b)
+        users = {name: peer.users for name, peer in b.resolver._encoders.ready().items() if peer.users}
+        assert users == {"e0": {"r1"}}
         b.resolver.release()
         b.resolver.release()
+        assert users == {"e0": set()}
         await eventually(lambda: b.encoders[0].controls)
         assert b.encoders[0].controls == [Release(request_id="r1")]
         assert b.encoders[1].controls == []
