@@ -23,7 +23,7 @@ from tests.kubernetes.fake_api import NAMESPACE, FakeApi, endpoint, endpoint_sli
 ENCODER = ("encoder", {"control": 7101, "data": 7102}, 7100)
 DECODER = ("decoder", {"control": 7201}, 7200)
 READY_S = 150.0
-WORK = {"encoder": "tandem_encoder_leases", "decoder": "tandem_decoder_active_requests"}  # metric of what a pod has
+WORK = {"encoder": "tandem_encoder_queued_patches", "decoder": "tandem_decoder_active_requests"}
 _hosts = itertools.count(1)
 
 
@@ -32,12 +32,23 @@ def next_host() -> str:
     return f"127.{64 + os.getpid() % 64}.{os.getpid() // 64 % 250 + 1}.{next(_hosts) % 250 + 1}"
 
 
+def plain_client() -> httpx.AsyncClient:
+    """A client for probes and metrics, which need no certificates: loading those takes as long as ten requests."""
+    return httpx.AsyncClient(trust_env=False, verify=False, timeout=5.0)
+
+
 async def metric_at(url: str, name: str) -> float:
     """A metric without labels of the process at `url`."""
-    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
-        text = (await client.get(f"{url}/metrics")).text
-    (value,) = (line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"{name} "))
-    return float(value)
+    async with plain_client() as client:
+        (value,) = await metrics_by(client, url, name)
+    return value
+
+
+async def metrics_by(client: httpx.AsyncClient, url: str, *names: str) -> list[float]:
+    """Metrics without labels of the process at `url`, of one moment."""
+    lines = (await client.get(f"{url}/metrics")).text.splitlines()
+    values = dict(line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
+    return [float(values[name]) for name in names]
 
 
 def _serve(role: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
@@ -65,7 +76,7 @@ class Service:
     async def start(self, url: str) -> None:
         """Start, and wait until the readiness probe at `url` succeeds; the log tells why it never does."""
         await asyncio.to_thread(self._process.start)
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client, asyncio.timeout(READY_S):
+        async with plain_client() as client, asyncio.timeout(READY_S):
             while True:
                 assert self._process.is_alive(), f"it ended while it started: see {self.log}"
                 with contextlib.suppress(httpx.TransportError):
@@ -103,6 +114,7 @@ class Pod:
     environment: dict[str, str]
     host: str = field(default_factory=next_host)
     work_at_signal: float = -1.0
+    seconds_to_unready: float = -1.0
     seconds_to_end: float = -1.0
 
     def __post_init__(self) -> None:
@@ -124,22 +136,40 @@ class Pod:
         await self.service.start(f"{self.url}/ready")
 
     async def work(self) -> float:
-        """How many requests a decoder runs, or how many leases an encoder holds."""
+        """How many requests a decoder runs, or how many patches an encoder has to encode."""
         return await metric_at(self.url, WORK[self.role])
 
     async def until_it_works(self) -> None:
         """Return when it has something to do."""
-        async with asyncio.timeout(30.0):
-            while not await self.work():  # noqa: ASYNC110 - it is another process
+        async with plain_client() as client, asyncio.timeout(30.0):
+            while await metrics_by(client, self.url, WORK[self.role]) == [0]:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.01)
 
-    async def end(self, grace_s: float) -> int:
-        """SIGTERM, and the exit code."""
+    async def end(self, grace_s: float, when_not_ready: Callable[["Pod"], Awaitable[None]]) -> int:
+        """SIGTERM, and the exit code. `when_not_ready` is called once its readiness probe fails."""
         self.work_at_signal = await self.work()
         began = time.monotonic()
+        self.service.tell_to_stop()
+        if await self._is_seen_not_ready():
+            self.seconds_to_unready = time.monotonic() - began
+            await when_not_ready(self)
         code = await self.service.end(grace_s)
         self.seconds_to_end = time.monotonic() - began
         return code
+
+    async def _is_seen_not_ready(self) -> bool:
+        """Probe until it says that it is not ready; false when it is gone before it was asked."""
+        async with plain_client() as client:
+            with contextlib.suppress(httpx.TransportError):
+                while (await client.get(f"{self.url}/ready")).status_code == 200:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.005)
+                assert (await client.get(f"{self.url}/health")).status_code == 200
+                return True
+        return False
+
+
+async def _nothing(pod: Pod) -> None:
+    pass
 
 
 class Deployment:
@@ -163,34 +193,41 @@ class Deployment:
         self._pre_stops_s = itertools.cycle(pre_stops_s)
         self._grace_s = grace_s
         self._number = itertools.count()
+        self.until_busy: Callable[[Pod], Awaitable[None]] = Pod.until_it_works
+        """Returns when a pod that is to be replaced has something to do."""
+        self.when_not_ready: Callable[[Pod], Awaitable[None]] = _nothing
+        """Called for a pod that was told to end, as in `Pod.end`."""
         self.pods: list[Pod] = []
         self.ended: list[tuple[Pod, int]] = []
 
     async def scale_up(self) -> None:
         """One pod more, which is in the slices once it is ready."""
+        self._tell(await self._start())
+
+    async def _start(self) -> Pod:
         role, ports, http_port = self._tier
         pod = Pod(role, ports, http_port, self._folder / f"{role}-{next(self._number)}.log", self._environment)
         self.pods.append(pod)
         self._tell(pod, ready=False, serving=False)
         await pod.start()
-        self._tell(pod)
+        return pod
 
     async def scale_down(self) -> None:
-        """The oldest pod ends while it works: not ready at once, then its hook, its signal, and gone."""
+        """The oldest pod ends: not ready at once, then its hook, its signal, and gone."""
         pod = self.pods.pop(0)
-        if pod.role == "decoder":  # an encoder's work is too short to be met
-            await pod.until_it_works()
         self._tell(pod, ready=False, serving=True, terminating=True)
         await asyncio.sleep(next(self._pre_stops_s))
-        code = await pod.end(self._grace_s)
+        code = await pod.end(self._grace_s, self.when_not_ready)
         self.ended.append((pod, code))
         self._api.delete(pod.name)
 
     async def roll(self, times: int, before_each: Callable[[], Awaitable[None]]) -> None:
-        """Replace the pod, again and again."""
+        """Replace the pod while it works, again and again. What it works on came before there was another."""
         for _ in range(times):
             await before_each()
-            await self.scale_up()
+            pod = await self._start()
+            await self.until_busy(self.pods[0])
+            self._tell(pod)
             await self.scale_down()
 
     def kill(self) -> None:

@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,23 +19,11 @@ from common.discovery_kubernetes import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff,
 from common.kubernetes_api import call, connect
 from common.members import Member
 from tests.kubernetes.fake_api import NAMESPACE, FakeApi, addresses, endpoint, endpoint_slice, fake_api
-from tests.paths import REPOSITORY
 
 SERVICE = "decoder"
-OUTAGE_S = float(os.environ.get("TANDEM_TEST_OUTAGE_S", "20"))
 PORTS = {"control": 7201}
 STATUSES = [401, 403, 410, 429, 500, 504]
 REASONS = ["unreachable", "malformed", "watch ended at once", *map(str, STATUSES)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def outage() -> Iterator["subprocess.Popen[str]"]:
-    """A discovery thread whose server is away, in a process that waits while the other tests run."""
-    command = [sys.executable, "-m", "tests.kubernetes.outage", str(OUTAGE_S)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    yield process
-    process.kill()
-    process.communicate()
 
 
 def decoders(name: str, *entries: Any, **fields: Any) -> Any:
@@ -362,18 +347,6 @@ def test_a_minute_without_a_server_is_a_dozen_tries_at_most() -> None:
         while elapsed < 60.0:
             elapsed, tries = elapsed + pauses.next(), tries + 1
         assert 5 <= tries <= 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(90)
-def test_a_thread_without_its_server_takes_less_than_a_hundredth_of_a_core(outage: "subprocess.Popen[str]") -> None:
-    """The pauses grow, so the first seconds are the costly ones of any outage: a minute costs less for each second."""
-    out, err = outage.communicate(timeout=OUTAGE_S + 60.0)
-    assert outage.returncode == 0, err
-    found = json.loads(out.splitlines()[-1])  # behind its log lines
-    assert found["tries"] >= 4
-    assert found["members"] == 1  # told once, and never taken back
-    assert 0.0 < found["processor_s"] < 0.01 * OUTAGE_S
 
 
 async def test_no_way_to_an_api_server_ends_the_source_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

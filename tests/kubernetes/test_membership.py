@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from common.discovery import DnsMembers
+from common.discovery import LOOK_UP_EVERY_S, DnsMembers
 from common.discovery_kubernetes import KubernetesMembers
 from common.kubernetes_api import connect
 from common.members import MemberSource, StaticMembers
@@ -164,14 +164,15 @@ async def test_an_encoder_that_restarts_at_another_address_behind_its_name_is_us
 ) -> None:
     """K8S-08: the name leads elsewhere, and neither gateways nor decoders are restarted.
 
-    Both look the name up at the pace of production; a decoder fetches from the encoder that it has never met before.
+    A decoder fetches from the encoder that it has never met before. What production waits longer for the next look-up
+    is added to the time.
     """
     host, first = placed_encoder(context, "first")
     ports = [int(endpoint.rpartition(":")[2]) for endpoint in first.member.endpoints]
     answer = [host]
 
     def name() -> DnsMembers:
-        return DnsMembers("encoder.shop", ports, look_up=lambda host: list(answer))
+        return DnsMembers("encoder.shop", ports, every_s=0.1, look_up=lambda host: list(answer))
 
     fetcher = EncoderFetcher(context, lambda: hello("decoder", "d"), source=name())
     async with world(encoders=name()) as w, background(fetcher.run()):
@@ -183,7 +184,7 @@ async def test_an_encoder_that_restarts_at_another_address_behind_its_name_is_us
             answer[:] = [host]
             began = time.monotonic()
             await w.until(lambda: list(w.fleet.encoders.ready()) == ["second"] == fetcher.encoder_ids)
-            assert time.monotonic() - began < 10.0
+            assert time.monotonic() - began + LOOK_UP_EVERY_S < 10.0
             await w.until(lambda: len(w.fleet.encoders.peers) == 1)
 
 

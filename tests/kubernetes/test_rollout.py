@@ -1,21 +1,25 @@
 """Pods that end under load: real processes behind a fake API server, and no request is the worse."""
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.local import free_port
-from tests.integration.cases.asking import CHAT, chunks_of, client_of, error_of, tokens_of
-from tests.integration.conftest import picture_message, text_message
+from tests.integration.cases.asking import client_of, error_of
+from tests.integration.conftest import text_message
 from tests.kubernetes.fake_api import FakeApi, fake_api
+from tests.kubernetes.load import Films, Load, film, num_media_of, questions, stories, tokens_for, undisturbed
 from tests.kubernetes.pods import DECODER, ENCODER, Deployment, Service, metric_at, sources
+from tests.paths import REPOSITORY
 from tests.servable import save_servable
+from tests.valkey import Valkey, running_valkey
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROLLOUTS = 3
@@ -25,32 +29,28 @@ STORIES = 3
 # With none the signal comes along with the news of it: work may still arrive, and what runs has to be drained.
 PRE_STOPS_S = (0.0, 0.3)
 GRACE_S = 30.0
+OUTAGE_S = 60.0
 
 
-def questions() -> list[dict[str, Any]]:
-    """Requests with and without pictures, streamed and not, that end soon."""
-    fields = {"model": "tiny", "temperature": 0, "max_tokens": 24, "logprobs": True, "ignore_eos": True}
-    pictures = [picture_message(seed, width=96, height=64 + 16 * (seed % 3)) for seed in range(6)]
-    texts = [text_message(f"Tell me of number {number}.") for number in range(3)]
-    return [
-        {**fields, "messages": messages, "stream": number % 2 == 0}
-        for number, messages in enumerate([*pictures, *texts])
-    ]
+@pytest.fixture(scope="module", autouse=True)
+def outage() -> Iterator["subprocess.Popen[str]"]:
+    """A discovery thread whose API server is away, in a process that waits while the drills run: they take as long."""
+    command = [sys.executable, "-m", "tests.kubernetes.outage", str(OUTAGE_S)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
 
 
-def stories() -> list[dict[str, Any]]:
-    """Streams that run for a good while, so that every decoder is in the middle of some when it is told to end."""
-    fields = {"model": "tiny", "temperature": 0, "max_tokens": 400, "logprobs": True, "ignore_eos": True}
-    picture = picture_message(7, "Tell me a story of it.", width=96, height=64)
-    return [{**fields, "messages": messages, "stream": True} for messages in (picture, text_message("A story."))]
-
-
-async def tokens_for(client: httpx.AsyncClient, body: dict[str, Any]) -> list[list[int]]:
-    """The bytes of each token of an answer, streamed or not."""
-    if not body["stream"]:
-        return tokens_of(await client.post(CHAT, json=body))
-    choices = [choice for chunk in await chunks_of(client, body) for choice in chunk["choices"]]
-    return [token["bytes"] for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+async def is_all_in_redis(valkey: Valkey, num_media: int, folder: Path) -> bool:
+    """Whether it has the embedding of each item, so that none was lost by an encoder that ended; or the encoders found
+    it too slow, as a busy machine may be, and left it alone for a while."""
+    logs = list(folder.glob("encoder-*.log"))  # noqa: ASYNC240 - some small files
+    if any("Redis is skipped" in log.read_text() for log in logs):
+        return True
+    manifests = await valkey.client.keys("tandem:embedding:{*}")
+    assert len(manifests) <= num_media
+    return len(manifests) == num_media
 
 
 @asynccontextmanager
@@ -66,7 +66,7 @@ async def gateway(api: FakeApi, folder: Path, environment: dict[str, str]) -> As
         service.kill()
 
 
-def environment_of(api: FakeApi, folder: Path) -> dict[str, str]:
+def environment_of(api: FakeApi, folder: Path, **settings: str) -> dict[str, str]:
     """Settings of all services."""
     checkpoint, _ = save_servable(folder / "tiny", gain=3.0)
     return {
@@ -76,68 +76,40 @@ def environment_of(api: FakeApi, folder: Path) -> dict[str, str]:
         "TANDEM_DTYPE": "float32",
         "TANDEM_THREADS": "1",
         **sources(),
+        **settings,
     }
 
 
-class Load:
-    """Clients that ask all the time, and never the same twice for any cache."""
-
-    def __init__(self, client: httpx.AsyncClient, salt: str) -> None:
-        self._client = client
-        self._salt = salt
-        self._numbers = itertools.count()
-        self.num_done = 0
-        self.is_over = False
-
-    async def run(self, asked: list[tuple[dict[str, Any], list[list[int]]]], together: int) -> None:
-        """Ask one after the other, so many at once, until it is over; each has to get the tokens beside it."""
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(together):
-                tasks.create_task(self._ask(asked))
-
-    async def go_on(self) -> None:
-        """Return when the pods that are there have had their part of the requests."""
-        until = self.num_done + -(-REQUESTS // ROLLOUTS)
-        while self.num_done < until:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-    async def _ask(self, asked: list[tuple[dict[str, Any], list[list[int]]]]) -> None:
-        while not self.is_over:
-            number = next(self._numbers)
-            body, expected = asked[number % len(asked)]
-            found = await tokens_for(self._client, {**body, "cache_salt": f"{self._salt}-{number}"})
-            assert found == expected, (number, body["messages"][0]["content"])
-            self.num_done += 1
-
-
-async def undisturbed(client: httpx.AsyncClient, bodies: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Any]]:
-    """Requests with their tokens, while nothing moves; no two have the same."""
-    asked = [(body, await tokens_for(client, body)) for body in bodies]
-    assert all(len(tokens) == body["max_tokens"] for body, tokens in asked)
-    assert len({str(tokens) for _, tokens in asked}) == len(asked)
-    return asked
-
-
 async def test_a_rolling_update_of_both_tiers_fails_no_request_and_changes_no_token(tmp_path: Path) -> None:
-    async with fake_api() as api:
-        environment = environment_of(api, tmp_path)
+    """Decoders end in the middle of stories, encoders with videos and pictures to encode and leases on others."""
+    async with fake_api() as api, running_valkey() as valkey:
+        environment = environment_of(api, tmp_path, TANDEM_REDIS=valkey.url)
         options: dict[str, Any] = {"pre_stops_s": PRE_STOPS_S, "grace_s": GRACE_S}
         tiers = [
             Deployment(api, tier, tmp_path, {k: v for k, v in environment.items() if k not in hidden}, **options)
             for tier, hidden in ((ENCODER, {"TANDEM_ENCODERS", "TANDEM_DECODERS"}), (DECODER, {"TANDEM_DECODERS"}))
         ]
         try:
-            await asyncio.gather(*(tier.scale_up() for tier in tiers))
+            await asyncio.gather(asyncio.to_thread(film), *(tier.scale_up() for tier in tiers))
             async with gateway(api, tmp_path, environment) as (url, _), client_of(url) as client:
-                short, long = await undisturbed(client, questions()), await undisturbed(client, stories())
+                bodies = [questions(), stories(), [film()]]
+                short, long, ((_, of_film),) = [await undisturbed(client, some) for some in bodies]
                 load, telling = Load(client, "question"), Load(client, "story")
                 async with asyncio.TaskGroup() as tasks:
+                    films = Films(client, of_film, tasks)
+                    tiers[0].until_busy, tiers[0].when_not_ready = films.until_busy, films.ask_more
                     tasks.create_task(load.run(short, TOGETHER))
                     tasks.create_task(telling.run(long, STORIES))
                     await asyncio.gather(*(tier.roll(ROLLOUTS, load.go_on) for tier in tiers))
+                    await load.until(REQUESTS)
                     num_during = load.num_done
                     load.is_over = telling.is_over = True
                 status = (await client.get("/ready")).json()
+                num_media = sum(num_media_of(body) for some in bodies for body in some)
+                num_media += load.num_media + telling.num_media + films.num_asked * num_media_of(film())
+                async with asyncio.timeout(10):
+                    while not await is_all_in_redis(valkey, num_media, tmp_path):  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
         finally:
             for tier in tiers:
                 tier.kill()
@@ -146,13 +118,23 @@ async def test_a_rolling_update_of_both_tiers_fails_no_request_and_changes_no_to
     assert [len(tier.ended) for tier in tiers] == [ROLLOUTS, ROLLOUTS]
     assert {code for tier in tiers for _, code in tier.ended} == {0}
     assert all(0 <= pod.seconds_to_end < GRACE_S for tier in tiers for pod, _ in tier.ended)
-    # Those that were told at once had work to finish.
-    assert all(pod.work_at_signal > 0 for pod, _ in tiers[1].ended[:: len(PRE_STOPS_S)])
+    # Those that were told at once had work to finish, and said at once that they take no more.
+    told_at_once = [pod for tier in tiers for pod, _ in tier.ended[:: len(PRE_STOPS_S)]]
+    assert all(pod.work_at_signal > 0 for pod in told_at_once)
+    assert all(0 <= pod.seconds_to_unready < 2.0 for pod in told_at_once)
+    assert len(films.refusals) >= len(told_at_once) / 2  # that are encoders
+    assert {error.code for error in films.refusals} == {"overloaded"}
     assert status["decoders"]["ready"] == status["encoders"]["ready"] == 1
     print(
         num_during,
         telling.num_done,
-        [(p.work_at_signal, round(p.seconds_to_end, 2)) for t in tiers for p, _ in t.ended],
+        films.num_asked,
+        len(films.refusals),
+        [
+            (p.work_at_signal, round(p.seconds_to_unready, 3), round(p.seconds_to_end, 2))
+            for t in tiers
+            for p, _ in t.ended
+        ],
     )
 
 
@@ -167,6 +149,7 @@ async def test_what_does_not_finish_in_the_drain_of_its_decoder_goes_on_at_anoth
                 body = {**stories()[1], "max_tokens": 800}
                 ((_, expected),) = await undisturbed(client, [body])
                 told = [asyncio.create_task(tokens_for(client, {**body, "cache_salt": str(n)})) for n in range(6)]
+                await decoders.pods[0].until_it_works()
                 await decoders.scale_down()
                 assert not any(story.done() for story in told)
                 for story in told:
@@ -207,3 +190,12 @@ async def test_a_gateway_that_is_told_to_stop_finishes_its_streams_and_sends_oth
                 assert '"finish_reason":"length"' in chunks[-2].replace(" ", "")
         finally:
             decoders.kill()
+
+
+def test_a_minute_without_an_api_server_takes_less_than_a_hundredth_of_a_core(outage: "subprocess.Popen[str]") -> None:
+    out, err = outage.communicate(timeout=OUTAGE_S + 60.0)
+    assert outage.returncode == 0, err
+    found = json.loads(out.splitlines()[-1])  # behind its log lines
+    assert found["tries"] >= 5
+    assert found["members"] == 1  # told once, and never taken back
+    assert 0.0 < found["processor_s"] < 0.01 * OUTAGE_S
