@@ -94,11 +94,8 @@ class EncoderFetcher:
                 on_down=self._on_down,
             )
 
-        self._members = LinkSet(
-            connect,
-            links_of=lambda link: (link,),
-            is_busy=self._has_fetches,
-        )
+        # An encoder that left may hold what a gateway has named or will name: it is left when it ends.
+        self._members = LinkSet(connect, links_of=lambda link: (link,), is_busy=lambda link: True)
 
     def set_members(self, members: Sequence[Member]) -> None:
         """Which encoders there are now; of a member's endpoints the last is that of its data."""
@@ -180,9 +177,6 @@ class EncoderFetcher:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()  # those who wait for the next change wait for a new event
-
-    def _has_fetches(self, link: Link) -> bool:
-        return any(fetch.link is link for fetch in self._fetches.values())
 
     def _on_message(self, link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
         if not isinstance(message, FetchReply | FetchChunk):

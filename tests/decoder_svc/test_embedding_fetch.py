@@ -124,6 +124,18 @@ async def test_the_payload_arrives_whole_and_checked_in_many_chunks() -> None:
         assert payload == PAYLOAD
 
 
+async def test_an_encoder_that_left_the_list_is_fetched_from_until_it_ends() -> None:
+    async with fetching(serve) as (fetcher, encoder):
+        fetcher.set_members([])
+        await fetcher._members._close_those_that_left()
+        _, payload = await fetcher.fetch("encoder-1", EXPECTED, 10)
+        assert payload == PAYLOAD
+        encoder.router.close()
+        await eventually(lambda: not fetcher._members.connections)
+        with pytest.raises(EncoderUnavailable):
+            await fetcher.fetch("encoder-1", EXPECTED, 10)
+
+
 async def test_several_fetches_run_over_one_connection() -> None:
     async def answer(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
         encoder.say(
