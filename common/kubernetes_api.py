@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient
+    from kubernetes.client import ApiClient, Configuration
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 CONNECT_S = 5.0
@@ -64,7 +64,8 @@ def connect(url: str | None) -> "ApiClient":
     else:
         try:
             if NAMESPACE_FILE.exists():
-                config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+                config.load_incluster_config(client_configuration=settings, try_refresh_token=False)  # type: ignore[no-untyped-call]
+                settings.refresh_api_key_hook = _read_token  # type: ignore[assignment]
             else:
                 config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         except (config.ConfigException, OSError) as exc:
@@ -74,6 +75,14 @@ def connect(url: str | None) -> "ApiClient":
             ) from exc
     settings.retries = False  # whoever calls decides when to try again
     return client.ApiClient(settings)
+
+
+def _read_token(settings: "Configuration") -> None:
+    """Before each call: the kubelet renews the token, which ends after an hour. The client's own way to notice trusts
+    the clock of the node. Raises OSError."""
+    from kubernetes.config import incluster_config
+
+    settings.api_key["BearerToken"] = f"bearer {Path(incluster_config.SERVICE_TOKEN_FILENAME).read_text().strip()}"
 
 
 def call(

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from common import discovery_kubernetes, kubernetes_api
 from common.discovery_kubernetes import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff, KubernetesMembers
-from common.kubernetes_api import call, connect
+from common.kubernetes_api import KubernetesError, call, connect
 from common.members import Member
 from tests.kubernetes.fake_api import NAMESPACE, FakeApi, addresses, endpoint, endpoint_slice, fake_api
 
@@ -359,7 +359,7 @@ async def test_no_way_to_an_api_server_ends_the_source_with_the_reason(monkeypat
         await source.run(lambda members: None)
 
 
-async def test_the_token_of_a_service_account_is_sent(
+async def test_the_token_of_a_service_account_is_sent_also_when_it_was_renewed(
     api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kubernetes.config import incluster_config
@@ -373,8 +373,17 @@ async def test_the_token_of_a_service_account_is_sent(
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(certificate))
     monkeypatch.setattr("common.kubernetes_api.NAMESPACE_FILE", token)  # there is one: this is a pod
     client = connect(None)
-    _, _, headers, *_ = client.param_serialize(method="GET", resource_path="/", auth_settings=["BearerToken"])
-    assert headers["authorization"].lower() == "bearer first"
+
+    def sent() -> str:
+        _, _, headers, *_ = client.param_serialize(method="GET", resource_path="/", auth_settings=["BearerToken"])
+        return str(headers["authorization"])
+
+    assert sent() == "bearer first"
+    token.write_text("second\n")
+    assert sent() == "bearer second"
+    token.unlink()
+    with pytest.raises(KubernetesError, match="FileNotFoundError"):
+        call(client, "GET", "/")
     assert client.configuration.host == f"https://127.0.0.1:{api.port}"
 
 
