@@ -50,14 +50,19 @@ async def test_a_dry_run_says_once_what_it_would_do_and_writes_nothing(api: Fake
     ]
 
 
-async def test_a_conflict_is_read_again_and_decided_anew(api: FakeApi) -> None:
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(409, "conflict"), (403, "failed"), (422, "failed"), (429, "failed"), (500, "failed")]
+)
+async def test_a_change_that_is_refused_is_read_again_and_decided_anew(api: FakeApi, status: int, outcome: str) -> None:
     stage = Stage(api)
     stage.shares.work["encoder"] = 4.3
-    before = metric("tandem_autoscaler_scalings_total", tier="encoder", direction="up", outcome="conflict")
-    api.statuses["PUT", "encoders/scale"] = 409
+    labels = {"tier": "encoder", "direction": "up", "outcome": outcome}
+    before = metric("tandem_autoscaler_scalings_total", **labels)
+    api.statuses["PUT", "encoders/scale"] = status
     await stage.look()
     assert stage.replicas() == (2, 1)
-    assert metric("tandem_autoscaler_scalings_total", tier="encoder", direction="up", outcome="conflict") == before + 1
+    assert not api.events
+    assert metric("tandem_autoscaler_scalings_total", **labels) == before + 1
     del api.statuses["PUT", "encoders/scale"]
     await stage.look()
     assert stage.replicas() == (5, 1)
