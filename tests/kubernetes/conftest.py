@@ -1,10 +1,26 @@
 """What several of these tests start from."""
 
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.kubernetes.fake_api import FakeApi, fake_api
+from tests.paths import REPOSITORY
+
+OUTAGE_S = 60.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def outage() -> Iterator["subprocess.Popen[str]"]:
+    """A discovery thread whose API server is away, in a process that waits while all of these tests run: they take as
+    long, and the test that reads what it measured is the last."""
+    command = [sys.executable, "-m", "tests.kubernetes.outage", str(OUTAGE_S)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
 
 
 @pytest.fixture

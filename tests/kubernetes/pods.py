@@ -7,9 +7,7 @@ before it gets its signal, and forgets it when its process is gone.
 
 import asyncio
 import contextlib
-import importlib
 import itertools
-import multiprocessing
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +16,8 @@ from pathlib import Path
 
 import httpx
 
+from common.processes import Command
+from tests.forked import forked
 from tests.kubernetes.fake_api import NAMESPACE, FakeApi, endpoint, endpoint_slice
 
 ENCODER = ("encoder", {"control": 7101, "data": 7102}, 7100)
@@ -51,27 +51,14 @@ async def metrics_by(client: httpx.AsyncClient, url: str, *names: str) -> list[f
     return [float(values[name]) for name in names]
 
 
-def _serve(role: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
-    """A service's command, in a process of its own."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environment)
-    importlib.import_module(f"{role}_svc.__main__").app.meta(arguments)
-
-
 class Service:
-    """A `tandem` process, forked from one that has imported what services import: that takes seconds."""
-
-    _processes = multiprocessing.get_context("forkserver")
-    _processes.set_forkserver_preload(
-        [f"{role}_svc.__main__" for role in ("encoder", "decoder", "gateway")] + [__name__]
-    )
+    """A `tandem` process, with the grace that Kubernetes gives it."""
 
     def __init__(self, role: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
         self._is_told = False
-        self._process = self._processes.Process(target=_serve, args=(role, arguments, environment, log), daemon=True)
+        command = Command(role, ["python", "-m", f"{role}_svc", *arguments], environment, log_file=log)
+        self._process = forked(command)
 
     async def start(self, url: str) -> None:
         """Start, and wait until the readiness probe at `url` succeeds; the log tells why it never does."""

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import pytest
 from deploy.local import free_port
 from tests.integration.cases.asking import client_of, error_of
 from tests.integration.conftest import text_message
+from tests.kubernetes.conftest import OUTAGE_S
 from tests.kubernetes.fake_api import FakeApi, fake_api
 from tests.kubernetes.load import Films, Load, film, num_media_of, questions, stories, tokens_for, undisturbed
 from tests.kubernetes.pods import DECODER, ENCODER, Deployment, Service, metric_at, sources
-from tests.paths import REPOSITORY
 from tests.servable import save_servable
 from tests.valkey import Valkey, running_valkey
 
@@ -29,17 +28,6 @@ STORIES = 3
 # With none the signal comes along with the news of it: work may still arrive, and what runs has to be drained.
 PRE_STOPS_S = (0.0, 0.3)
 GRACE_S = 30.0
-OUTAGE_S = 60.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def outage() -> Iterator["subprocess.Popen[str]"]:
-    """A discovery thread whose API server is away, in a process that waits while the drills run: they take as long."""
-    command = [sys.executable, "-m", "tests.kubernetes.outage", str(OUTAGE_S)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    yield process
-    process.kill()
-    process.communicate()
 
 
 async def is_all_in_redis(valkey: Valkey, num_media: int, folder: Path) -> bool:
