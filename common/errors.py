@@ -22,6 +22,10 @@ class InvalidRequest(TandemError):
     """The request can never be served as it is."""
 
 
+class UnknownParameter(InvalidRequest):
+    """The request has a field that there is not."""
+
+
 class MediaTooLarge(InvalidRequest):
     """A media item exceeds a byte, pixel, frame or duration limit."""
 
@@ -119,6 +123,7 @@ class ErrorInfo:
 ERROR_TABLE: dict[type[TandemError], ErrorInfo] = {
     TandemError: ErrorInfo("internal_error", 500, "server_error", False),
     InvalidRequest: ErrorInfo("invalid_request", 400, "invalid_request_error", False),
+    UnknownParameter: ErrorInfo("unknown_parameter", 400, "invalid_request_error", False),
     MediaTooLarge: ErrorInfo("media_too_large", 400, "invalid_request_error", False),
     UnsupportedMedia: ErrorInfo("unsupported_media", 400, "invalid_request_error", False),
     MediaFetchFailed: ErrorInfo("media_fetch_failed", 400, "invalid_request_error", False),

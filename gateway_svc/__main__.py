@@ -129,6 +129,7 @@ def _create_app(
         ),
         access=access_of(settings, fleet.drain),
         is_embedding_model=settings.embeddings,
+        unknown_fields=settings.unknown_fields,
     )
 
 

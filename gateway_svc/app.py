@@ -30,6 +30,7 @@ from gateway_svc.routes.text_run import TextService
 from gateway_svc.routes.tokenize import DetokenizeRequest, TokenizeRequest, add_token_routes
 from gateway_svc.schemas.chat_request import ChatCompletionRequest
 from gateway_svc.schemas.responses_request import ResponsesRequest
+from gateway_svc.schemas.strict_model import UnknownFields
 from gateway_svc.text.detokenizer import TokenTable
 from gateway_svc.text.prompt import PromptBuilder
 from gateway_svc.text.sampling import SamplingDefaults
@@ -60,6 +61,7 @@ def create_app(
     limits: HttpLimits | None = None,
     access: Access | None = None,
     is_embedding_model: bool = False,
+    unknown_fields: UnknownFields = "refuse",
     registry: CollectorRegistry = REGISTRY,
 ) -> FastAPI:
     """The application. Every name of `model_names` is answered to; the first is the one used inside the fleet."""
@@ -89,7 +91,8 @@ def create_app(
     if access.origins:
         add_cors(app, access.origins)
     install_error_handlers(app)
-    api = Api(app, service, limits, ThreadPoolExecutor(_NUM_BODY_THREADS, thread_name_prefix="body"))
+    body_threads = ThreadPoolExecutor(_NUM_BODY_THREADS, thread_name_prefix="body")
+    api = Api(app, service, limits, body_threads, ignores_unknown=unknown_fields == "ignore")
     app.bodies, app.model_names = _BODIES, service.model_names
     _add_chat_route(api)
     add_completion_route(api)

@@ -44,6 +44,9 @@ class GatewaySettings(CommonSettings):
     limit_mm_per_prompt: dict[str, int] = field(default_factory=dict)
     """Items of a kind that one request may have, such as '{"image": 4, "video": 1}'."""
 
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """Refuse requests that have a field which the API does not know, by its name, as OpenAI does; or ignore it."""
+
     generation_config: Literal["auto", "none"] = "auto"
     """Take the sampling defaults of requests from the checkpoint's generation_config.json, or OpenAI's."""
 

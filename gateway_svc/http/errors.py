@@ -23,10 +23,13 @@ from common.errors import (
     NotFound,
     PayloadTooLarge,
     TandemError,
+    UnknownParameter,
     error_info,
 )
+from gateway_svc.schemas.strict_model import REFUSED_FIELD
 
 MAX_MESSAGE_CHARACTERS = 2000
+_SHOWN_CHARACTERS = 200  # of a name that a client made up
 _BY_STATUS: dict[int, type[TandemError]] = {
     404: NotFound,
     405: MethodNotAllowed,
@@ -102,6 +105,8 @@ def validation_error(errors: Any, body: object) -> InvalidRequest:
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON, at character {first['loc'][-1]}")
+    if first["type"] == REFUSED_FIELD:
+        return _refused_field(first["loc"][1:], body, first["ctx"])
     is_in_url = first["loc"][0] in ("path", "query")
     path = str(first["loc"][1]) if is_in_url else field_path(first["loc"][1:], body)
     if not path:
@@ -111,6 +116,17 @@ def validation_error(errors: Any, body: object) -> InvalidRequest:
     else:
         message = f"{path}: {first['msg']}{_given(first.get('input'))}"
     return InvalidRequest(message, param=path or None)
+
+
+def _refused_field(location: tuple[int | str, ...], body: object, context: Mapping[str, Any]) -> InvalidRequest:
+    """In OpenAI's words where the field is not known at all: clients look for them."""
+    path = field_path((*location, context["field"]), body)
+    if "remedy" in context:
+        return InvalidRequest(f"{path} is not supported: {context['remedy']}", param=path)
+    hint = (
+        f"Did you mean '{context['near']}'?" if context["near"] else "Leave it out, or see /docs for those there are."
+    )
+    return UnknownParameter(f"Unknown parameter: '{path[:_SHOWN_CHARACTERS]}'. {hint}", param=path)
 
 
 def _given(value: object) -> str:

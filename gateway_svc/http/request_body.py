@@ -12,12 +12,13 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from common.errors import Cancelled, InvalidRequest
 from gateway_svc.http.errors import validation_error
 from gateway_svc.schemas.plain_json import MAX_NESTING
+from gateway_svc.schemas.strict_model import IGNORE_UNKNOWN, RequestBody
 
 # Above this, parsing and validation take longer than a thread's start.
 INLINE_BYTES = 64 << 10
@@ -26,11 +27,11 @@ INLINE_BYTES = 64 << 10
 MAX_SEPARATORS = 500_000
 _SLICE_BYTES = 1 << 20
 _JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.IGNORECASE)
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=RequestBody)
 _OFFSET = re.compile(r"\(byte (\d+)\)")
 
 
-async def read_body(request: Request, model: type[M], threads: Executor) -> M:
+async def read_body(request: Request, model: type[M], threads: Executor, *, ignores_unknown: bool = False) -> M:
     """The body of `request` as a `model`. Raises InvalidRequest, and Cancelled when the client left before its end."""
     try:
         chunks = [chunk async for chunk in request.stream()]
@@ -40,12 +41,12 @@ async def read_body(request: Request, model: type[M], threads: Executor) -> M:
     if _JSON_TYPE.fullmatch(content_type) is None:
         raise InvalidRequest("the body must be a JSON object, sent with content-type application/json")
     if sum(map(len, chunks)) <= INLINE_BYTES:
-        return _validated(_parse_small(b"".join(chunks)), model)
+        return _validated(_parse_small(b"".join(chunks)), model, ignores_unknown=ignores_unknown)
     run_in_threads = asyncio.get_running_loop().run_in_executor
-    return await run_in_threads(threads, lambda: parse_large(b"".join(chunks), model))
+    return await run_in_threads(threads, lambda: parse_large(b"".join(chunks), model, ignores_unknown=ignores_unknown))
 
 
-def parse_large(body: bytes, model: type[M]) -> M:
+def parse_large(body: bytes, model: type[M], *, ignores_unknown: bool = False) -> M:
     """What a thread does for a large body."""
     num_separators = 0
     for start in range(0, len(body), _SLICE_BYTES):
@@ -64,7 +65,7 @@ def parse_large(body: bytes, model: type[M]) -> M:
         offset = _OFFSET.search(str(exc))
         place = f", at byte {offset[1]}" if offset else ": numbers must be finite, text must be valid Unicode"
         raise InvalidRequest(f"the body is not valid JSON{place}") from exc
-    return _validated(value, model)
+    return _validated(value, model, ignores_unknown=ignores_unknown)
 
 
 def _parse_small(body: bytes) -> object:
@@ -78,11 +79,11 @@ def _parse_small(body: bytes) -> object:
         raise InvalidRequest("the body is not valid JSON in UTF-8, or has a number of too many digits") from exc
 
 
-def _validated(value: object, model: type[M]) -> M:
+def _validated(value: object, model: type[M], *, ignores_unknown: bool) -> M:
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context=IGNORE_UNKNOWN if ignores_unknown else None)
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False)[0]
+        first = exc.errors(include_url=False)[0]
         raise validation_error([{**first, "loc": ("body", *first["loc"])}], value) from exc
 
 

@@ -19,8 +19,9 @@ from gateway_svc.http.middleware import RequestIds, request_ids
 from gateway_svc.http.request_body import read_body
 from gateway_svc.http.sse import DATA_ALONE, EventFormat, EventWriter, Puller, open_stream
 from gateway_svc.routes.text_run import TextService
+from gateway_svc.schemas.strict_model import RequestBody
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=RequestBody)
 T = TypeVar("T")
 _SCHEMAS = "#/components/schemas/"
 # Stands in the documentation for the framework's own 422, which never leaves this server.
@@ -70,16 +71,18 @@ class HttpLimits:
 
 @dataclass(frozen=True)
 class Api:
-    """What routes are made with."""
+    """What routes are made with. With `ignores_unknown`, bodies may have fields that their models do not know."""
 
     app: FastAPI
     service: TextService
     limits: HttpLimits
     body_threads: Executor
+    ignores_unknown: bool = False
 
     async def read(self, request: Request, model: type[M]) -> tuple[M, RequestIds]:
         """The validated body of a request, and its ids. Raises InvalidRequest."""
-        return await read_body(request, model, self.body_threads), request_ids(request.scope)
+        body = await read_body(request, model, self.body_threads, ignores_unknown=self.ignores_unknown)
+        return body, request_ids(request.scope)
 
     async def stream(
         self, puller: Puller[T], writer: EventWriter[T], ids: RequestIds, form: EventFormat = DATA_ALONE

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.requests import Request
@@ -23,7 +23,8 @@ from gateway_svc.routes.api import Api, documented, json_response
 from gateway_svc.routes.merged import merged
 from gateway_svc.routes.openai_response import TokenCounts
 from gateway_svc.routes.text_run import Drafted, RunSpec, TextRun, TextService
-from gateway_svc.schemas.sampling_fields import MAX_TOP_LOGPROBS, SamplingFields, TokenId, check_count
+from gateway_svc.schemas.sampling_fields import MAX_TOP_LOGPROBS, NOT_SERVED, SamplingFields, TokenId
+from gateway_svc.schemas.strict_model import NotServed, NotServedFields, check_count
 from gateway_svc.text.choice import LEAST_LOGPROB, ChoiceDelta, token_entry
 from gateway_svc.text.detokenizer import TokenTable
 from gateway_svc.text.grammar import grammar_of
@@ -55,6 +56,8 @@ Prompt = Annotated[
 
 class CompletionRequest(SamplingFields):
     """A completion. Without `max_tokens`, an answer has 16 tokens, as in OpenAI's API."""
+
+    not_served: ClassVar[NotServedFields] = {**NOT_SERVED, "suffix": NotServed(("",))}
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0)] | None = None

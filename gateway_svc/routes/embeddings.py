@@ -9,7 +9,7 @@ import base64
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
@@ -24,9 +24,9 @@ from gateway_svc.routes.completions import MAX_PROMPTS, Prompt, prompt_kind, pro
 from gateway_svc.routes.merged import merged
 from gateway_svc.routes.openai_response import TokenCounts
 from gateway_svc.routes.text_run import Drafted, RunSpec, TextRun, TextService
-from gateway_svc.schemas.chat_request import ChatCompletionRequest, Message
-from gateway_svc.schemas.plain_json import check_plain
-from gateway_svc.schemas.sampling_fields import ProcessorKwargs, SamplingFields, StrictModel, check_count
+from gateway_svc.schemas.chat_request import ChatCompletionRequest, Message, check_continuation
+from gateway_svc.schemas.sampling_fields import ProcessorKwargs, SamplingFields
+from gateway_svc.schemas.strict_model import NotServed, NotServedFields, RequestBody, check_count
 from gateway_svc.text.choice import ChoiceDelta
 from gateway_svc.text.conversation import conversation_of
 from gateway_svc.text.sampling import check_vocabulary
@@ -35,12 +35,19 @@ from gateway_svc.text.sampling import check_vocabulary
 DEFAULT_INSTRUCTION = "Represent the user's input."
 
 
-class EmbeddingRequest(StrictModel):
+class EmbeddingRequest(RequestBody):
     """Texts or token ids as `input`, or one conversation as `messages`."""
 
     model_config = ConfigDict(
         json_schema_extra={"oneOf": [{"required": ["input"]}, {"required": ["messages"]}]},
     )
+    not_served: ClassVar[NotServedFields] = {
+        "embed_dtype": NotServed(("float32",)),
+        "endianness": NotServed(("native", "little")),
+        "normalize": NotServed((True,), "leave it out: vectors have length 1"),
+        "truncation_side": NotServed(("left",), "leave it out: the end of a prompt is kept"),
+        "use_activation": NotServed((True,)),
+    }
 
     model: str
     input: Prompt | None = None
@@ -51,19 +58,20 @@ class EmbeddingRequest(StrictModel):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None  # seconds, within the server's own limit
+    add_special_tokens: bool | None = None  # without effect, as the next
     user: str | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _check_values(cls, body: object) -> object:
-        if isinstance(body, dict):
-            ChatCompletionRequest.refuse_multitudes(body)
-            if prompt_kind(body.get("input")) != "tokens":
-                check_count(body.get("input"), MAX_PROMPTS, "input")
-        check_plain(body)
-        return body
+    def refuse_multitudes(cls, body: dict[str, Any]) -> None:
+        """See the base."""
+        ChatCompletionRequest.refuse_multitudes(body)
+        if prompt_kind(body.get("input")) != "tokens":
+            check_count(body.get("input"), MAX_PROMPTS, "input")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "EmbeddingRequest":
@@ -71,6 +79,7 @@ class EmbeddingRequest(StrictModel):
             raise InvalidRequest("either input or messages is needed, and not both", param="input")
         if self.messages is not None and self.instruction is not None:
             raise InvalidRequest("instruction goes with input: make it a system message", param="instruction")
+        check_continuation(self.add_generation_prompt, self.continue_final_message)
         return self
 
     @property
@@ -99,6 +108,7 @@ class Embeddings:
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            timeout=request.timeout,
         )
         inputs = request.inputs
         self._runs = [self._run(item, index, len(inputs), ids) for index, item in enumerate(inputs)]
@@ -126,7 +136,10 @@ class Embeddings:
             raise InvalidRequest(f"{param} is empty: send at least one token", param=param)
         messages = self._as_messages(item) if isinstance(item, str) else item
         chat = ChatCompletionRequest.model_construct(
-            messages=messages, chat_template_kwargs=self._request.chat_template_kwargs
+            messages=messages,
+            chat_template_kwargs=self._request.chat_template_kwargs,
+            add_generation_prompt=self._request.add_generation_prompt,
+            continue_final_message=self._request.continue_final_message,
         )
         conversation, references = conversation_of(chat, ())
         return Drafted(prompts.draft(conversation, max_model_len, max_prompt_tokens=kept), references)

@@ -9,7 +9,7 @@ import time
 from typing import Annotated, Any
 
 from fastapi import Path
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,14 +19,14 @@ from gateway_svc.media.item import LoadedMedia, MediaReference
 from gateway_svc.routes.api import ERROR_RESPONSES, Api, documented, json_response
 from gateway_svc.routes.text_run import TextService
 from gateway_svc.schemas.chat_request import ImagePart, VideoPart
-from gateway_svc.schemas.plain_json import check_plain
-from gateway_svc.schemas.sampling_fields import ProcessorKwargs, StrictModel, check_count
+from gateway_svc.schemas.sampling_fields import ProcessorKwargs
+from gateway_svc.schemas.strict_model import RequestBody, check_count
 
 MAX_ITEMS = 256
 MediaPart = Annotated[ImagePart | VideoPart, Field(discriminator="type")]
 
 
-class WarmRequest(StrictModel):
+class WarmRequest(RequestBody):
     """Media as parts of a message would have them, with the options that make other embeddings of them."""
 
     model: str
@@ -34,13 +34,10 @@ class WarmRequest(StrictModel):
     mm_processor_kwargs: ProcessorKwargs | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _check_values(cls, body: object) -> object:
-        if isinstance(body, dict):
-            check_count(body.get("media"), MAX_ITEMS, "media")
-        check_plain(body)
-        return body
+    def refuse_multitudes(cls, body: dict[str, Any]) -> None:
+        """See the base."""
+        check_count(body.get("media"), MAX_ITEMS, "media")
 
 
 def add_media_routes(api: Api) -> None:

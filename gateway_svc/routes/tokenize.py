@@ -5,7 +5,7 @@ loaded. Knows nothing of decoders, but for the context's length. Rendering and t
 """
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 from starlette.requests import Request
@@ -15,9 +15,9 @@ from common.errors import InvalidRequest
 from common.messages import MAX_TOKENS
 from gateway_svc.routes.api import Api, documented, json_response
 from gateway_svc.routes.text_run import TextService
-from gateway_svc.schemas.chat_request import ChatCompletionRequest, Message, Tool
-from gateway_svc.schemas.plain_json import check_plain
-from gateway_svc.schemas.sampling_fields import StrictModel, TokenId
+from gateway_svc.schemas.chat_request import ChatCompletionRequest, Message, Tool, check_continuation
+from gateway_svc.schemas.sampling_fields import TokenId
+from gateway_svc.schemas.strict_model import NotServed, NotServedFields, RequestBody
 from gateway_svc.text.conversation import conversation_of
 from gateway_svc.text.prompt import PromptDraft
 
@@ -25,12 +25,15 @@ from gateway_svc.text.prompt import PromptDraft
 _DEFAULT_MODEL_LEN = 1 << 18
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(RequestBody):
     """A text, or a conversation as for an answer. `add_special_tokens` is accepted: the tokenizer has none to add."""
 
     model_config = ConfigDict(
         json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
     )
+    not_served: ClassVar[NotServedFields] = {
+        "chat_template": NotServed((), "leave it out: the server's template is used")
+    }
 
     model: str | None = None
     prompt: str | None = None
@@ -42,27 +45,20 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _check_values(cls, body: object) -> object:
-        if isinstance(body, dict):
-            ChatCompletionRequest.refuse_multitudes(body)
-        check_plain(body)
-        return body
+    def refuse_multitudes(cls, body: dict[str, Any]) -> None:
+        """See the base."""
+        ChatCompletionRequest.refuse_multitudes(body)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("either prompt or messages is needed, and not both", param="prompt")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other: set only one to true",
-                param="continue_final_message",
-            )
+        check_continuation(self.add_generation_prompt, self.continue_final_message)
         return self
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestBody):
     """Token ids."""
 
     model: str | None = None

@@ -1,26 +1,37 @@
 """The request body of `/v1/chat/completions`: messages, tools, and what only a chat has.
 
-Sampling fields come from `sampling_fields`, with the same strictness. Limits on the number of messages, parts and
-tools hold before any object of them is made. Knows nothing of templates, media bytes or sampling defaults. Pure.
+Sampling fields come from `sampling_fields`, with the same strictness. Messages are open, since clients send back what
+they were answered, by whatever server; tools are not. Limits on the number of messages, parts and tools hold before any
+object of them is made. Knows nothing of templates, media bytes or sampling defaults. Pure.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from common.errors import InvalidRequest
 from gateway_svc.schemas.sampling_fields import (
     MAX_TOP_LOGPROBS,
+    NOT_SERVED,
     ProcessorKwargs,
     SamplingFields,
-    StrictModel,
-    check_count,
 )
+from gateway_svc.schemas.strict_model import ClosedModel, NotServed, NotServedFields, StrictModel, check_count
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message; tool calls too
 MAX_PARTS_IN_ALL = 16_384
 MAX_TOOLS = 4096
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _url_object(value: object) -> object:
@@ -50,6 +61,13 @@ class TextPart(StrictModel):
     text: str
 
 
+class RefusalPart(StrictModel):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class ImagePart(StrictModel):
     """An image."""
 
@@ -64,7 +82,7 @@ class VideoPart(StrictModel):
     video_url: UrlObject
 
 
-Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
 def _content_kind(value: object) -> str:
@@ -75,6 +93,10 @@ Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")],
     Discriminator(_content_kind),
 ]
+
+
+# Read, to be refused with the message's place, when it is anything else.
+Null = Annotated[Any, WithJsonSchema({"type": "null"})]
 
 
 class FunctionCall(StrictModel):
@@ -93,7 +115,10 @@ class ToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    """One turn. `developer` is another word for `system`."""
+    """One turn. `developer` is another word for `system`, `reasoning` for `reasoning_content`.
+
+    A `refusal` stands for the content that is not there. `audio` and `function_call` may only be null.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -101,18 +126,28 @@ class Message(StrictModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: Null = None
+    function_call: Null = None
 
 
-class FunctionDefinition(StrictModel):
-    """What a tool is called and takes."""
+class FunctionDefinition(ClosedModel):
+    """What a tool is called and takes, and returns as transformers' schemas of functions have it."""
+
+    not_served: ClassVar[NotServedFields] = {"defer_loading": NotServed((False,))}
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    return_: Annotated[dict[str, Any] | None, Field(alias="return")] = None
 
 
-class Tool(StrictModel):
+class Tool(ClosedModel):
     """A tool that the template may show to the model."""
+
+    not_served: ClassVar[NotServedFields] = {"defer_loading": NotServed((False,))}
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -131,27 +166,27 @@ class Tool(StrictModel):
         return tool
 
 
-class FunctionName(StrictModel):
+class FunctionName(ClosedModel):
     """A function by its name."""
 
     name: str
 
 
-class NamedTool(StrictModel):
+class NamedTool(ClosedModel):
     """One tool, as `tool_choice` names it."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(StrictModel):
+class AllowedTools(ClosedModel):
     """Those of the tools that may be called in this turn."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolsChoice(StrictModel):
+class AllowedToolsChoice(ClosedModel):
     """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
@@ -161,19 +196,38 @@ class AllowedToolsChoice(StrictModel):
 def _choice_kind(value: object) -> str:
     if not isinstance(value, dict):
         return "word"
-    return "allowed_tools" if value.get("type") == "allowed_tools" else "function"
+    return "allowed" if value.get("type") == "allowed_tools" else "named"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedTool, Tag("function")]
-    | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedToolsChoice, Tag("allowed")],
     Discriminator(_choice_kind),
 ]
 
 
 class ChatCompletionRequest(SamplingFields):
     """A chat completion, as OpenAI's API has it."""
+
+    not_served: ClassVar[NotServedFields] = {
+        **NOT_SERVED,
+        "audio": NotServed(),
+        "chat_template": NotServed((), "leave it out: the server's template is used"),
+        "documents": NotServed(([],)),
+        "echo": NotServed((False,)),
+        "function_call": NotServed(("none", "auto"), "use tool_choice"),
+        "functions": NotServed(([],), "use tools"),
+        "include_reasoning": NotServed((True,)),
+        "media_io_kwargs": NotServed(({},), "use mm_processor_kwargs"),
+        "modalities": NotServed((["text"],)),
+        "moderation": NotServed(),
+        "prediction": NotServed(),
+        "separate_reasoning": NotServed((True,)),
+        "stream_reasoning": NotServed((True,)),
+        "verbosity": NotServed(("medium",)),
+        "web_search_options": NotServed(),
+    }
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -186,8 +240,10 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    metadata: dict[str, Any] | None = None  # without effect, as the next two
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -219,11 +275,16 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatCompletionRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other: set only one to true",
-                param="continue_final_message",
-            )
+        check_continuation(self.add_generation_prompt, self.continue_final_message)
         return self
+
+
+def check_continuation(add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
+    """A prompt ends with the last message's text or with the opening of another. Raises InvalidRequest for both."""
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other: set only one to true",
+            param="continue_final_message",
+        )

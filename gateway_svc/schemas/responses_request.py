@@ -5,66 +5,78 @@ chat's own. Stateless: what would need a store is refused by name. Pure; knows n
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from common.errors import InvalidRequest
-from gateway_svc.schemas.chat_request import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatCompletionRequest
-from gateway_svc.schemas.plain_json import check_plain
-from gateway_svc.schemas.sampling_fields import MAX_TOP_LOGPROBS, ProcessorKwargs, StrictModel, check_count
+from gateway_svc.schemas.chat_request import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatCompletionRequest, ReasoningEffort
+from gateway_svc.schemas.sampling_fields import MAX_TOP_LOGPROBS, ProcessorKwargs
+from gateway_svc.schemas.strict_model import ClosedModel, NotServed, NotServedFields, RequestBody, check_count
 
 _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
-# What needs a store or a hosted tool, with the values that ask for nothing.
-_NOT_SERVED: dict[str, tuple[object, ...]] = {
-    "background": (None, False),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "max_tool_calls": (None,),
-    "previous_response_id": (None,),
-    "prompt": (None,),
-    "store": (None, False),
-}
+_NOTHING_STORED = "leave it out, and send all turns as input, since nothing is stored here"
 
 
-class InputText(StrictModel):
+class InputText(ClosedModel):
     """A piece of text."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-class InputImage(StrictModel):
+class InputRefusal(ClosedModel):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputImage(ClosedModel):
     """An image by its URL or data URI."""
+
+    not_served: ClassVar[NotServedFields] = {"file_id": NotServed((), "send the image as image_url")}
 
     type: Literal["input_image"]
     image_url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-class InputVideo(StrictModel):
+class InputVideo(ClosedModel):
     """A video by its URL or data URI; not among OpenAI's items."""
 
     type: Literal["input_video"]
     video_url: str
 
 
-InputPart = Annotated[InputText | InputImage | InputVideo, Field(discriminator="type")]
+InputPart = Annotated[InputText | InputRefusal | InputImage | InputVideo, Field(discriminator="type")]
 InputContent = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[InputPart], Field(max_length=MAX_PARTS), Tag("parts")],
     Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
 ]
 
 
-class InputMessage(StrictModel):
+class Item(ClosedModel):
+    """What items of answers have when they are sent back, and what is not looked at then."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(Item):
     """A turn."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: InputContent
+    phase: str | None = None
 
 
-class InputCall(StrictModel):
+class InputCall(Item):
     """A call that an answer made."""
 
     type: Literal["function_call"]
@@ -73,26 +85,29 @@ class InputCall(StrictModel):
     arguments: str
 
 
-class InputCallOutput(StrictModel):
+class InputCallOutput(Item):
     """What a call gave."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: InputContent
+    name: str | None = None
 
 
-class ReasoningText(StrictModel):
+class ReasoningText(ClosedModel):
     """A piece of reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class InputReasoning(StrictModel):
-    """The reasoning of an answer."""
+class InputReasoning(Item):
+    """The reasoning of an answer. A summary, or what another server encrypted, tells the model nothing."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
 
 
 def _item_kind(value: object) -> str:
@@ -114,8 +129,14 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(ClosedModel):
     """A function that may be called."""
+
+    not_served: ClassVar[NotServedFields] = {
+        "async": NotServed((False,)),
+        "defer_loading": NotServed((False,)),
+        "output_schema": NotServed(),
+    }
 
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
@@ -124,24 +145,63 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class TextFormat(StrictModel):
+class TextFormat(ClosedModel):
     """What the text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
+    description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class TextOptions(StrictModel):
+class TextOptions(ClosedModel):
     """How text is written."""
 
+    not_served: ClassVar[NotServedFields] = {"verbosity": NotServed(("medium",))}
+
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesRequest(StrictModel):
+class ReasoningOptions(ClosedModel):
+    """How much to reason. A summary is never made: the reasoning itself is answered."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamingOptions(ClosedModel):
+    """No event is padded, whatever this says."""
+
+    include_obfuscation: bool | None = None
+
+
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+class ResponsesRequest(RequestBody):
     """A response, as OpenAI's API has it, without a store."""
+
+    not_served: ClassVar[NotServedFields] = {
+        "background": NotServed((False,), _NOTHING_STORED),
+        "context_management": NotServed(([],), _NOTHING_STORED),
+        "conversation": NotServed((), _NOTHING_STORED),
+        "max_tool_calls": NotServed((), "leave it out: no tool runs here"),
+        "moderation": NotServed(),
+        "previous_response_id": NotServed((), _NOTHING_STORED),
+        "prompt": NotServed((), _NOTHING_STORED),
+        "store": NotServed((False,), _NOTHING_STORED),
+    }
 
     model: str
     input: Input
@@ -150,47 +210,39 @@ class ResponsesRequest(StrictModel):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[str] | None = None
+    include: list[Includable] | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
     stream: bool | None = None
+    stream_options: StreamingOptions | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    store: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     seed: int | None = None
     top_k: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
     cache_salt: str | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None  # seconds, within the server's own limit
 
-    @model_validator(mode="before")
     @classmethod
-    def _check_values(cls, body: object) -> object:
-        if isinstance(body, dict):
-            check_count(body.get("input"), MAX_MESSAGES, "input")
-            check_count(body.get("tools"), MAX_TOOLS, "tools")
-        check_plain(body)
-        if isinstance(body, dict):
-            _refuse_unsupported(body)
-        return body
+    def refuse_multitudes(cls, body: dict[str, Any]) -> None:
+        """See the base."""
+        check_count(body.get("input"), MAX_MESSAGES, "input")
+        check_count(body.get("tools"), MAX_TOOLS, "tools")
 
     @property
     def has_logprobs(self) -> bool:
         """Whether log probabilities are wanted."""
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
-
-
-def _refuse_unsupported(body: dict[str, Any]) -> None:
-    for name, harmless in _NOT_SERVED.items():
-        if name in body and body[name] not in harmless:
-            raise InvalidRequest(
-                f"{name} is not supported, since nothing is stored here: leave it out, and send all turns as input",
-                param=name,
-            )
 
 
 def chat_request(request: ResponsesRequest) -> tuple[ChatCompletionRequest, list[str]]:
@@ -206,6 +258,7 @@ def chat_request(request: ResponsesRequest) -> tuple[ChatCompletionRequest, list
         "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
         "tool_choice": _tool_choice(request.tool_choice),
         "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         **request.model_dump(
             include={
                 "temperature",
@@ -219,6 +272,7 @@ def chat_request(request: ResponsesRequest) -> tuple[ChatCompletionRequest, list
                 "chat_template_kwargs",
                 "cache_salt",
                 "mm_processor_kwargs",
+                "timeout",
             }
         ),
     }
@@ -285,9 +339,11 @@ def _content(content: Any) -> Any:
     return content if isinstance(content, str) else [_part(part) for part in content]
 
 
-def _part(part: InputText | InputImage | InputVideo) -> dict[str, Any]:
+def _part(part: InputText | InputRefusal | InputImage | InputVideo) -> dict[str, Any]:
     if isinstance(part, InputText):
         return {"type": "text", "text": part.text}
+    if isinstance(part, InputRefusal):
+        return {"type": "text", "text": part.refusal}
     if isinstance(part, InputImage):
         return {"type": "image_url", "image_url": {"url": part.image_url}}
     return {"type": "video_url", "video_url": {"url": part.video_url}}

@@ -1,16 +1,16 @@
 """The fields that every generating route has: how tokens are chosen, what they must look like, how they are sent.
 
 OpenAI's names, and those that vLLM added and its users rely on. Validation is strict: "10" and true are no integers,
-NaN is no number, text is valid Unicode. Unknown fields are ignored, but a field that asks for something that this
-server cannot do is refused by name, as an `InvalidRequest` that passes through pydantic untouched. Pure.
+NaN is no number, text is valid Unicode. A field that is not known, or that asks for something that this server cannot
+do, is refused by name. Pure.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from common.errors import InvalidRequest
-from gateway_svc.schemas.plain_json import check_plain
+from gateway_svc.schemas.strict_model import ClosedModel, NotServed, NotServedFields, RequestBody
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -22,20 +22,18 @@ MAX_ALTERNATIVES = 1024  # of structured_outputs.choice
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
-class StrictModel(BaseModel):
-    """Base of all request bodies and what is in them."""
+class StreamOptions(ClosedModel):
+    """`include_usage` adds a last chunk with the token counts, `continuous_usage_stats` the counts to every chunk.
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class StreamOptions(StrictModel):
-    """`include_usage` adds a last chunk with the token counts, `continuous_usage_stats` the counts to every chunk."""
+    `include_obfuscation` is accepted: no chunk is padded.
+    """
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(ClosedModel):
     """A schema that the answer follows. Whether it is a valid one is seen before anything runs."""
 
     name: str | None = None
@@ -44,17 +42,22 @@ class JsonSchemaFormat(StrictModel):
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(ClosedModel):
     """What the answer's text must be: anything, a JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(StrictModel):
+class StructuredOutputs(ClosedModel):
     """vLLM's name for constraints: exactly one of these."""
 
-    model_config = ConfigDict(extra="forbid")
+    not_served: ClassVar[NotServedFields] = {
+        "disable_additional_properties": NotServed((False,)),
+        "disable_any_whitespace": NotServed((False,)),
+        "disable_fallback": NotServed((False, True)),  # another implementation is never tried
+        "structural_tag": NotServed((), "use grammar"),
+    }
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -63,10 +66,8 @@ class StructuredOutputs(StrictModel):
     grammar: Annotated[str, Field(min_length=1)] | None = None
 
 
-class ProcessorKwargs(StrictModel):
+class ProcessorKwargs(ClosedModel):
     """Processing of this request's media; a value beyond the model's own limit becomes the limit."""
-
-    model_config = ConfigDict(extra="forbid")
 
     min_pixels: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     max_pixels: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
@@ -83,8 +84,34 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class SamplingFields(StrictModel):
+# Fields that change the answer and that no generating route serves.
+NOT_SERVED: NotServedFields = {
+    "enable_thinking": NotServed((), "put it into chat_template_kwargs"),
+    "best_of": NotServed((1,), "use n"),
+    "extra_body": NotServed((), "put its fields where it is itself, as OpenAI's clients do"),
+    "guided_choice": NotServed((), "use structured_outputs"),
+    "guided_decoding_backend": NotServed(),
+    "guided_grammar": NotServed((), "use structured_outputs"),
+    "guided_json": NotServed((), "use structured_outputs"),
+    "guided_regex": NotServed((), "use structured_outputs"),
+    "length_penalty": NotServed((1,)),
+    "logits_processors": NotServed(([],)),
+    "no_stop_trim": NotServed((False,), "use include_stop_str_in_output"),
+    "prompt_embeds": NotServed(),
+    "return_token_ids": NotServed((False,), "leave it out, and ask /tokenize"),
+    "return_tokens_as_token_ids": NotServed((False,)),
+    "store": NotServed((False,), "leave it out: nothing is stored here"),
+    "structural_tag": NotServed((), "use structured_outputs"),
+    "thinking_token_budget": NotServed((-1,)),
+    "truncation_side": NotServed(("left",), "leave it out: the end of a prompt is kept"),
+    "use_beam_search": NotServed((False,)),
+}
+
+
+class SamplingFields(RequestBody):
     """The shared fields."""
+
+    not_served: ClassVar[NotServedFields] = NOT_SERVED
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -121,7 +148,17 @@ class SamplingFields(StrictModel):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    # Accepted without effect: there is one tier and no account, prefixes are found and chunks cut without being told.
+    add_special_tokens: bool | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    session_id: str | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
+
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds, within the server's own limit
 
     @property
@@ -140,20 +177,6 @@ class SamplingFields(StrictModel):
         """Alternatives at each position; None without log probabilities."""
         return None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_values(cls, body: object) -> object:
-        if isinstance(body, dict):
-            cls.refuse_multitudes(body)
-        check_plain(body)
-        if isinstance(body, dict):
-            _refuse_unsupported(body, cls.model_fields.keys())
-        return body
-
-    @classmethod
-    def refuse_multitudes(cls, body: dict[str, Any]) -> None:
-        """Refuse lists that are too long while they are still plain: an object of each item would cost far more."""
-
     @model_validator(mode="after")
     def _check_stream(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
@@ -165,45 +188,3 @@ class SamplingFields(StrictModel):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         return self
-
-
-# Fields that change the answer and that are not served, with the values that ask for nothing.
-NOT_SERVED: dict[str, tuple[object, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "chat_template": (None,),
-    "documents": (None, []),
-    "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "length_penalty": (None, 1),
-    "logits_processors": (None, []),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "prompt_embeds": (None,),
-    "store": (None, False),
-    "structural_tag": (None,),
-    "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "web_search_options": (None,),
-}
-
-
-def _refuse_unsupported(body: dict[str, Any], known: Any) -> None:
-    for name, harmless in NOT_SERVED.items():
-        if name in body and body[name] not in harmless and (name == "store" or name not in known):
-            instead = "use structured_outputs" if name.startswith("guided_") else "leave it out"
-            raise InvalidRequest(f"{name} is not supported: {instead}", param=name)
-
-
-def check_count(value: object, limit: int, param: str) -> int:
-    """The number of items of a list; anything else has none. Raises InvalidRequest for too many."""
-    if not isinstance(value, list):
-        return 0
-    if len(value) > limit:
-        raise InvalidRequest(f"{param} has {len(value)} items, above the limit of {limit}: send fewer", param=param)
-    return len(value)

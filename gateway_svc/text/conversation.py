@@ -15,6 +15,8 @@ from gateway_svc.schemas.chat_request import (
     ChatCompletionRequest,
     ImagePart,
     Message,
+    ReasoningEffort,
+    RefusalPart,
     TextPart,
     Tool,
     ToolCall,
@@ -43,7 +45,7 @@ def conversation_of(request: ChatCompletionRequest, tools: Sequence[Tool]) -> tu
     """The conversation, which shows these tools, and its media in prompt order."""
     references: list[MediaReference] = []
     messages = [_message(message, index, references) for index, message in enumerate(request.messages)]
-    kwargs = request.chat_template_kwargs or {}
+    kwargs = {**_effort(request.reasoning_effort), **(request.chat_template_kwargs or {})}
     for name in sorted(_RESERVED_KWARGS & kwargs.keys()):
         raise InvalidRequest(
             f"chat_template_kwargs may not set {name}: use the request's own field, where there is one",
@@ -58,6 +60,11 @@ def conversation_of(request: ChatCompletionRequest, tools: Sequence[Tool]) -> tu
         add_generation_prompt=not is_continued if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=is_continued,
     ), references
+
+
+def _effort(effort: ReasoningEffort | None) -> dict[str, Any]:
+    """How much to reason, in the variables that templates know; most of Qwen3-VL's know none."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def media_options(kwargs: ProcessorKwargs | None, modality: Modality) -> MediaOptions:
@@ -81,8 +88,11 @@ def media_options(kwargs: ProcessorKwargs | None, modality: Modality) -> MediaOp
 
 def _message(message: Message, index: int, references: list[MediaReference]) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    _refuse_unsupported(message, index)
     if isinstance(message.content, str):
         plain["content"] = message.content
+    elif message.content is None and message.refusal is not None:
+        plain["content"] = message.refusal
     elif message.content is None and message.role != "assistant":
         raise InvalidRequest(
             f"messages[{index}].content is missing: a message of role {message.role} needs one",
@@ -98,15 +108,33 @@ def _message(message: Message, index: int, references: list[MediaReference]) -> 
             _tool_call(call, f"messages[{index}].tool_calls[{number}]")
             for number, call in enumerate(message.tool_calls)
         ]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    return plain
+    replayed = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning if message.reasoning_content is None else message.reasoning_content,
+    }
+    return plain | {name: value for name, value in replayed.items() if value is not None}
 
 
-def _part(part: TextPart | ImagePart | VideoPart, param: str, references: list[MediaReference]) -> dict[str, str]:
+def _refuse_unsupported(message: Message, index: int) -> None:
+    """Parts of a turn that the model would not see."""
+    for name, value, remedy in (
+        ("audio", message.audio, "send its transcript as content"),
+        ("function_call", message.function_call, "send it as one of tool_calls"),
+    ):
+        if value is not None:
+            raise InvalidRequest(
+                f"messages[{index}].{name} is not supported: {remedy}", param=f"messages[{index}].{name}"
+            )
+
+
+def _part(
+    part: TextPart | RefusalPart | ImagePart | VideoPart, param: str, references: list[MediaReference]
+) -> dict[str, str]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
+    if isinstance(part, RefusalPart):
+        return {"type": "text", "text": part.refusal}
     if isinstance(part, ImagePart):
         references.append(MediaReference(part.image_url.take(), "image", param))
         return {"type": "image"}

@@ -212,6 +212,24 @@ async def test_a_response_is_parsed_into_a_pydantic_model(client: AsyncOpenAI) -
     assert isinstance(response.output_parsed, Seen)
 
 
+async def test_answers_go_back_as_the_client_writes_them(client: AsyncOpenAI) -> None:
+    messages: list[Any] = text_message("weather?")
+    completion = await client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER], tool_choice="required", max_tokens=200
+    )
+    message = completion.choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "5"} for call in message.tool_calls or []]
+    messages += [message.model_dump(), *results]
+    assert (await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)).choices
+    response = await client.responses.create(model=MODEL, input="hi", max_output_tokens=5)
+    items: Any = [
+        {"role": "user", "content": "hi"},
+        *(item.model_dump() for item in response.output),
+        {"role": "user", "content": "and?"},
+    ]
+    assert (await client.responses.create(model=MODEL, input=items, max_output_tokens=5, store=False)).output
+
+
 async def test_media_are_encoded_before_anyone_asks(stack: Stack, client: AsyncOpenAI) -> None:
     message = picture_message(77)
     async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=60) as http:
@@ -256,6 +274,9 @@ async def test_errors_are_the_client_s_own_classes(client: AsyncOpenAI) -> None:
             extra_body={"structured_outputs": {"regex": "(["}},
         )
     assert regex.value.param == "structured_outputs.regex"
+    with pytest.raises(openai.BadRequestError) as unknown:
+        await create(model=MODEL, messages=text_message("hi"), extra_body={"max_token": 5})
+    assert (unknown.value.code, unknown.value.param) == ("unknown_parameter", "max_token")
     with pytest.raises(openai.BadRequestError) as picture:
         await create(
             model=MODEL,

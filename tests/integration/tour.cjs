@@ -80,6 +80,11 @@ async function errors() {
     assert.equal(error.param, "top_p");
     return true;
   });
+  await assert.rejects(client.chat.completions.create({ model, messages, max_token: 2 }), (error) => {
+    assert.ok(error instanceof OpenAI.BadRequestError);
+    assert.equal(error.code, "unknown_parameter");
+    return true;
+  });
 }
 
 (async () => {
