@@ -49,8 +49,7 @@ class GrammarState:
         """Why the grammar cannot be followed any more, if so."""
         if not self.matcher.is_error():
             return None
-        reason = self.matcher.stop_reason()
-        return f"the answer can follow its grammar no further ({reason}): give a simpler schema or grammar"
+        return "the answer can follow its grammar no further: give a schema or grammar that is simpler, or that can end"
 
     def accept(self, token_id: int) -> None:
         """Go on by one token. One that the grammar does not allow becomes `error`."""
@@ -123,6 +122,11 @@ class GrammarCompiler:
             META_SCHEMA.validate(schema)
             matcher, reason = self._compiled_schema(schema)
             if matcher is None:
+                if (reference := _foreign_reference(schema)) is not None:
+                    raise InvalidRequest(
+                        f"the json_schema has $ref {_short(reference)!r}, and nothing is fetched for a schema: "
+                        "put what it means into $defs"
+                    )
                 where, reason = self._locate(schema, reason)
                 raise InvalidRequest(f"the json_schema cannot be used, at {_short(where)}: {reason}")
             return matcher
@@ -184,6 +188,21 @@ def _inner_schemas(part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             yield from ((f".{name}.{key}", inner) for key, inner in value.items() if isinstance(inner, dict))
         elif isinstance(value, list):
             yield from ((f".{name}[{index}]", inner) for index, inner in enumerate(value) if isinstance(inner, dict))
+
+
+def _foreign_reference(schema: dict[str, Any]) -> str | None:
+    """A reference that leads out of the schema, if there is one."""
+    pending: list[Any] = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            reference = part.get("$ref")
+            if isinstance(reference, str) and not reference.startswith("#"):
+                return reference
+            part = list(part.values())
+        if isinstance(part, list):
+            pending += part
+    return None
 
 
 def _choice_rules(text: str) -> str:

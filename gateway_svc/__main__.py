@@ -126,6 +126,7 @@ def _create_app(
             max_body_bytes=settings.max_body_bytes,
             max_inflight_body_bytes=settings.max_inflight_body_bytes,
             request_timeout_s=settings.request_timeout_s,
+            stream_open_s=settings.stream_open_s,
         ),
         access=access_of(settings, fleet.drain),
         is_embedding_model=settings.embeddings,

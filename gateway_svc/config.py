@@ -78,6 +78,10 @@ class GatewaySettings(CommonSettings):
     request_timeout_s: float = 600.0
     """Seconds that one request may take in all."""
 
+    stream_open_s: float = 15.0
+    """Seconds that a stream's status waits for its first token, so that an error before it has its own status; then it
+    is 200, and comments keep the connection alive."""
+
     encoder_wait_s: float = 30.0
     """Seconds that media which is in no cache waits for an encoder while none is there; then 503."""
 

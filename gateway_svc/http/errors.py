@@ -1,8 +1,8 @@
 """Every way that a request can fail, as OpenAI's error object with the right status and headers.
 
-Owns the mapping from Tandem's errors, Starlette's HTTP exceptions and validation errors to response bodies, including
-the error event of a stream. A text that goes out is valid Unicode and short; an unexpected exception tells the client
-nothing but the request id. Knows nothing of chat completions.
+Owns the mapping from Tandem's errors and Starlette's HTTP exceptions to response bodies, including the error event of a
+stream; `validation` puts failed validations into words. A text that goes out is valid Unicode and short; an unexpected
+exception tells the client nothing but the request id. Knows nothing of chat completions.
 """
 
 import math
@@ -23,13 +23,11 @@ from common.errors import (
     NotFound,
     PayloadTooLarge,
     TandemError,
-    UnknownParameter,
     error_info,
 )
-from gateway_svc.schemas.strict_model import REFUSED_FIELD
+from gateway_svc.http.validation import validation_error
 
 MAX_MESSAGE_CHARACTERS = 2000
-_SHOWN_CHARACTERS = 200  # of a name that a client made up
 _BY_STATUS: dict[int, type[TandemError]] = {
     404: NotFound,
     405: MethodNotAllowed,
@@ -98,60 +96,6 @@ def _from_http(request: Request, error: HTTPException) -> TandemError:
     if 400 <= error.status_code < 500:
         return InvalidRequest(str(error.detail))
     return TandemError("internal error")
-
-
-def validation_error(errors: Any, body: object) -> InvalidRequest:
-    """The first error of a validation, with the field named as OpenAI's `param` names it."""
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not valid JSON, at character {first['loc'][-1]}")
-    if first["type"] == REFUSED_FIELD:
-        return _refused_field(first["loc"][1:], body, first["ctx"])
-    is_in_url = first["loc"][0] in ("path", "query")
-    path = str(first["loc"][1]) if is_in_url else field_path(first["loc"][1:], body)
-    if not path:
-        message = "the body must be a JSON object, sent with content-type application/json"
-    elif first["type"] == "missing":
-        message = f"{path} is missing"
-    else:
-        message = f"{path}: {first['msg']}{_given(first.get('input'))}"
-    return InvalidRequest(message, param=path or None)
-
-
-def _refused_field(location: tuple[int | str, ...], body: object, context: Mapping[str, Any]) -> InvalidRequest:
-    """In OpenAI's words where the field is not known at all: clients look for them."""
-    path = field_path((*location, context["field"]), body)
-    if "remedy" in context:
-        return InvalidRequest(f"{path} is not supported: {context['remedy']}", param=path)
-    hint = (
-        f"Did you mean '{context['near']}'?" if context["near"] else "Leave it out, or see /docs for those there are."
-    )
-    return UnknownParameter(f"Unknown parameter: '{path[:_SHOWN_CHARACTERS]}'. {hint}", param=path)
-
-
-def _given(value: object) -> str:
-    """The refused value, where it is short enough to be read."""
-    is_scalar = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 40)
-    return f", not {value!r}" if is_scalar else ""
-
-
-def field_path(location: tuple[int | str, ...], body: object) -> str:
-    """`messages[0].content[1].type` from a validation's location, which also names the branches of unions.
-
-    A step that does not exist in the body is a branch's name, unless it is the last one: then a field is missing.
-    """
-    path = ""
-    value = body
-    for position, step in enumerate(location):
-        if isinstance(step, int) and isinstance(value, list):
-            path += f"[{step}]"
-            value = value[step] if step < len(value) else None
-        elif location[max(0, position - 2)] == "parts" and isinstance(location[position - 1], int):
-            continue  # the branch of a content part
-        elif isinstance(value, dict) and (step in value or position == len(location) - 1):
-            path += f".{step}" if path else str(step)
-            value = value.get(step)
-    return path
 
 
 def _clean(text: str) -> str:

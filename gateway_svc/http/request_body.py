@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from common.errors import Cancelled, InvalidRequest
-from gateway_svc.http.errors import validation_error
+from gateway_svc.http.validation import validation_error
 from gateway_svc.schemas.plain_json import MAX_NESTING
 from gateway_svc.schemas.strict_model import IGNORE_UNKNOWN, RequestBody
 

@@ -25,7 +25,14 @@ from gateway_svc.routes.merged import merged
 from gateway_svc.routes.openai_response import TokenCounts
 from gateway_svc.routes.text_run import Drafted, RunSpec, TextRun, TextService
 from gateway_svc.schemas.chat_request import ChatCompletionRequest, Message, check_continuation
-from gateway_svc.schemas.sampling_fields import ProcessorKwargs, SamplingFields
+from gateway_svc.schemas.sampling_fields import (
+    CacheSalt,
+    Priority,
+    ProcessorKwargs,
+    PromptLimit,
+    SamplingFields,
+    Timeout,
+)
 from gateway_svc.schemas.strict_model import NotServed, NotServedFields, RequestBody, check_count
 from gateway_svc.text.choice import ChoiceDelta
 from gateway_svc.text.conversation import conversation_of
@@ -55,14 +62,14 @@ class EmbeddingRequest(RequestBody):
     instruction: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None  # seconds, within the server's own limit
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None  # seconds, within the server's own limit
     add_special_tokens: bool | None = None  # without effect, as the next
     user: str | None = None
 

@@ -5,6 +5,7 @@ what is to be forgotten. The shared cache alone is surveyed and purged; what enc
 by their own limits. Runs in the request's task.
 """
 
+import math
 import time
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from gateway_svc.media.item import LoadedMedia, MediaReference
 from gateway_svc.routes.api import ERROR_RESPONSES, Api, documented, json_response
 from gateway_svc.routes.text_run import TextService
 from gateway_svc.schemas.chat_request import ImagePart, VideoPart
-from gateway_svc.schemas.sampling_fields import ProcessorKwargs
+from gateway_svc.schemas.sampling_fields import CacheSalt, ProcessorKwargs, Timeout
 from gateway_svc.schemas.strict_model import RequestBody, check_count
 
 MAX_ITEMS = 256
@@ -32,7 +33,8 @@ class WarmRequest(RequestBody):
     model: str
     media: Annotated[list[MediaPart], Field(min_length=1, max_length=MAX_ITEMS)]
     mm_processor_kwargs: ProcessorKwargs | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
+    timeout: Timeout | None = None  # seconds, within the server's own limit
 
     @classmethod
     def refuse_multitudes(cls, body: dict[str, Any]) -> None:
@@ -74,7 +76,7 @@ def add_media_routes(api: Api) -> None:
 
 
 async def _warm(service: TextService, body: WarmRequest) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + service.request_timeout_s
+    deadline = time.monotonic() + min(service.request_timeout_s, body.timeout or math.inf)
     references = [_reference(part, index) for index, part in enumerate(body.media)]
     service.media.check_counts(references)
     fingerprint = await service.backend.fingerprint()

@@ -19,7 +19,8 @@ from gateway_svc.http.sse import EventFormat, Puller, collect
 from gateway_svc.routes.api import Api, documented, json_response
 from gateway_svc.routes.chat import Chat
 from gateway_svc.routes.text_run import TextService
-from gateway_svc.schemas.responses_request import ResponsesRequest, chat_request, place_of
+from gateway_svc.schemas.response_as_chat import chat_request, place_of
+from gateway_svc.schemas.responses_request import ResponsesRequest
 from gateway_svc.text.answer import AnswerDelta
 from gateway_svc.text.choice import ChoiceDelta
 

@@ -193,7 +193,8 @@ class AllowedToolsChoice(ClosedModel):
     allowed_tools: AllowedTools
 
 
-def _choice_kind(value: object) -> str:
+def choice_kind(value: object) -> str:
+    """Which of its three forms a choice of tools has."""
     if not isinstance(value, dict):
         return "word"
     return "allowed" if value.get("type") == "allowed_tools" else "named"
@@ -203,7 +204,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedTool, Tag("named")]
     | Annotated[AllowedToolsChoice, Tag("allowed")],
-    Discriminator(_choice_kind),
+    Discriminator(choice_kind),
 ]
 
 

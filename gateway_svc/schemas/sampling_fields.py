@@ -82,6 +82,13 @@ def _stop_list(value: object) -> object:
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
+Seed = Annotated[int, Field(ge=_INT64[0], le=_INT64[1])]
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+PromptLimit = Annotated[int, Field(ge=-1, lt=1 << 31)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+Timeout = Annotated[float, Field(gt=0)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 
 # Fields that change the answer and that no generating route serves.
@@ -117,9 +124,9 @@ class SamplingFields(RequestBody):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=_INT64[0], le=_INT64[1])] | None = None
+    seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: (
         Annotated[
@@ -143,23 +150,23 @@ class SamplingFields(RequestBody):
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
+    priority: Priority | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
     # Accepted without effect: there is one tier and no account, prefixes are found and chunks cut without being told.
     add_special_tokens: bool | None = None
     prompt_cache_key: str | None = None
     request_id: str | None = None
     safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    service_tier: ServiceTier | None = None
     session_id: str | None = None
     spaces_between_special_tokens: bool | None = None
     stream_interval: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
 
-    timeout: Annotated[float, Field(gt=0)] | None = None  # seconds, within the server's own limit
+    timeout: Timeout | None = None  # seconds, within the server's own limit
 
     @property
     def token_limit(self) -> int | None:

@@ -1,6 +1,7 @@
 """Refusals: every status has OpenAI's error object, names the field, and leaves the server unharmed."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -188,7 +189,49 @@ async def test_a_refusal_names_its_field(fields: dict[str, Any], param: str) -> 
     error = response.json()["error"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+    assert not re.search("[Ii]nput|valid (string|integer)|pydantic|not valid$", error["message"])
     assert setup.backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": "ten"}, "max_tokens must be an integer, not 'ten'"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer, not 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"temperature": 101}, "temperature must be at most 100, not 101"),
+        ({"top_p": 0}, "top_p must be above 0, not 0"),
+        ({"top_k": 1 << 31}, "top_k must be below 2147483648, not 2147483648"),
+        ({"stream": "true"}, "stream must be true or false, not 'true'"),
+        ({"stop": 5}, "stop must be a list, not 5"),
+        ({"stop": [""]}, "stop[0] must not be empty"),
+        ({"stop": ["a"] * 17}, "stop must have at most 16 items"),
+        ({"cache_salt": "a" * 257}, "cache_salt must have at most 256 characters"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+        ({"metadata": [1]}, "metadata must be an object"),
+        ({"response_format": 5}, "response_format must be an object, not 5"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type must be 'text', 'json_object' or 'json_schema', not 'xml'",
+        ),
+        ({"messages": [{"content": "a"}]}, "messages[0].role is missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
+            "messages[0].content[0] must have a type that is one of "
+            "'text', 'refusal', 'image_url', 'video_url', not 'hologram'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0] needs a type"),
+    ],
+    ids=str,
+)
+async def test_a_refusal_says_what_a_field_must_be_in_words_of_ours(fields: dict[str, Any], message: str) -> None:
+    assert (await harness().chat(**fields)).json()["error"]["message"] == message
+
+
+async def test_a_refused_part_of_a_url_is_told_likewise() -> None:
+    response = await harness().client.delete("/v1/media/abc")
+    assert response.json()["error"]["message"] == "key must have the form ^[0-9a-f]{64}$, not 'abc'"
 
 
 @pytest.mark.parametrize(
