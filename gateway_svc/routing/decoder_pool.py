@@ -5,7 +5,6 @@ request is told what its decoder says. A decoder that goes away is told to its r
 failing is left alone for a while, and one of another model is not used. Runs on the event loop.
 """
 
-import asyncio
 import contextlib
 import random
 import time
@@ -32,7 +31,9 @@ from common.messages import (
 )
 from common.metrics import Counter as CounterMetric
 from common.transport import CurveKeys, Dealer
+from gateway_svc.routing.changes import Changes
 from gateway_svc.routing.ejection import Ejection
+from gateway_svc.routing.own_model import OwnModel
 from gateway_svc.routing.placement import DecoderLoad, choose_decoder
 from gateway_svc.routing.prefix_affinity import SeenPrefixes, prefix_hashes
 
@@ -73,7 +74,7 @@ class DecoderPool:
         *,
         keys: CurveKeys | None,
     ) -> None:
-        self._model = hello().model
+        self._own = OwnModel(hello().model, "decoder")
         self._runs: dict[str, Run] = {}
         self._num_own: Counter[Link] = Counter()
         self._seen: dict[str, SeenPrefixes] = {}  # by instance
@@ -93,7 +94,7 @@ class DecoderPool:
 
         self.num_held = 0
         """Requests that wait because no decoder is there."""
-        self.changed = asyncio.Event()
+        self.changes = Changes()
         self.last_hello: Hello | None = None
         self._members = LinkSet(
             connect,
@@ -121,12 +122,12 @@ class DecoderPool:
     @property
     def ours(self) -> list[Link]:
         """Decoders of our model that are up."""
-        return [link for link in self.links if self._is_ours(link)]
+        return [link for link in self.links if self._own.is_served_by(link)]
 
     @property
     def num_of_other_models(self) -> int:
         """Decoders that are up and serve something else."""
-        return sum(link.is_up for link in self.links) - len(self.ours)
+        return self._own.num_others(self.links)
 
     @property
     def ready(self) -> list[Link]:
@@ -188,9 +189,6 @@ class DecoderPool:
         finally:
             self.num_held -= 1
 
-    def _is_ours(self, link: Link) -> bool:
-        return link.peer is not None and link.peer.model == self._model
-
     def _load(self, link: Link) -> DecoderLoad:
         """Own requests count at once, others' with the decoder's next report."""
         report = link.load or LoadReport(instance_id=_instance(link) or "none")
@@ -249,10 +247,7 @@ class DecoderPool:
             run.tell(end)
 
     def _on_up(self, link: Link) -> None:
-        if not self._is_ours(link) and link.peer is not None:
-            logger.warning(
-                "a decoder serves another model and is not used", endpoint=link.endpoint, model=link.peer.model
-            )
+        self._own.greet(link)
         self._changed()
 
     def _on_down(self, link: Link, instance_id: str) -> None:
@@ -265,8 +260,7 @@ class DecoderPool:
 
     def _changed(self) -> None:
         self.last_hello = next((link.peer for link in self.ours), self.last_hello)
-        self.changed.set()
-        self.changed = asyncio.Event()  # those who wait for the next change wait for a new event
+        self.changes.tell()
 
 
 def _instance(link: Link) -> str:

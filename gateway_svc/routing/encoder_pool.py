@@ -32,8 +32,10 @@ from common.messages import (
 )
 from common.transport import CurveKeys, Dealer
 from common.wire import error_from_detail
+from gateway_svc.routing.changes import Changes
 from gateway_svc.routing.ejection import Ejection
 from gateway_svc.routing.encoder_demand import EncoderDemand
+from gateway_svc.routing.own_model import OwnModel
 
 logger = structlog.get_logger(__name__)
 
@@ -104,11 +106,11 @@ class EncoderPool:
         """`patches_per_s` is what one encoder does, until one has told its own rate."""
         self._on_change = on_change
         self._patches_per_s = patches_per_s
-        self._model = hello().model
+        self._own = OwnModel(hello().model, "encoder")
         self._ejection = Ejection("encoder")
         self._calls: set[_Waiting] = set()
         self.demand = EncoderDemand()
-        self.changed = asyncio.Event()
+        self.changes = Changes()
 
         def link(endpoint: str, name: str, on_up: Callable[[Link], None]) -> Link:
             return Link(
@@ -162,12 +164,12 @@ class EncoderPool:
     @property
     def ours(self) -> list[EncoderPeer]:
         """Encoders of our model that are up."""
-        return [peer for peer in self.peers if self._is_ours(peer.control)]
+        return [peer for peer in self.peers if self._own.is_served_by(peer.control)]
 
     @property
     def num_of_other_models(self) -> int:
         """Encoders that are up and serve something else."""
-        return sum(peer.control.is_up for peer in self.peers) - len(self.ours)
+        return self._own.num_others(peer.control for peer in self.peers)
 
     def ready(self, fingerprint: str | None = None) -> dict[str, EncoderPeer]:
         """Encoders of our model that accept work, by instance id; only those of one fingerprint when it is given.
@@ -244,14 +246,8 @@ class EncoderPool:
             if is_asked and not call.reply.done():
                 call.reply.set_result(message)
 
-    def _is_ours(self, link: Link) -> bool:
-        return link.peer is not None and link.peer.model == self._model
-
     def _on_control_up(self, link: Link) -> None:
-        if not self._is_ours(link) and link.peer is not None:
-            logger.warning(
-                "an encoder serves another model and is not used", endpoint=link.endpoint, model=link.peer.model
-            )
+        self._own.greet(link)
         self._changed()
 
     def _on_down(self, link: Link, instance_id: str) -> None:
@@ -266,5 +262,4 @@ class EncoderPool:
 
     def _changed(self) -> None:
         self._on_change()
-        self.changed.set()
-        self.changed = asyncio.Event()  # those who wait for the next change wait for a new event
+        self.changes.tell()

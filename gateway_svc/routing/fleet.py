@@ -34,10 +34,11 @@ from gateway_svc.backend import GenerationEvent, MediaOutcome
 from gateway_svc.drain import Drain
 from gateway_svc.media.item import LoadedMedia
 from gateway_svc.routing.autoscale_signals import Autoscale
+from gateway_svc.routing.changes import wait_for_change
 from gateway_svc.routing.decoder_pool import DecoderPool
 from gateway_svc.routing.encoder_pool import DEFAULT_PATCHES_PER_S, EncoderPeer, EncoderPool, Outgoing
 from gateway_svc.routing.generation import DECODER_WAIT_S, Generation, first_error
-from gateway_svc.routing.media_resolver import ENCODER_WAIT_S, MediaResolver, wait_for_change
+from gateway_svc.routing.media_resolver import ENCODER_WAIT_S, MediaResolver
 from gateway_svc.routing.placement import fingerprint_of, rendezvous_order
 
 logger = structlog.get_logger(__name__)
@@ -130,14 +131,14 @@ class Fleet:
         error = DecoderUnavailable("no decoder has been seen yet: try again later", retry_after_s=5.0)
         while self.decoders.last_hello is None:
             with self.decoders.holding():
-                await wait_for_change(self.decoders.changed, deadline, error)
+                await wait_for_change(self.decoders.changes.next, deadline, error)
 
     async def fingerprint(self) -> str:
         """The fingerprint of a ready encoder; without one the last that was known, here or in Redis."""
         deadline = time.monotonic() + self._encoder_wait_s
         error = EncoderUnavailable("no encoder has been seen yet: try again later", retry_after_s=5.0)
         while True:
-            changed = self.encoders.changed
+            changed = self.encoders.changes.next
             if (known := self._ready_fingerprint() or self._fingerprint) is not None:
                 return known
             remembered = await self._cache.get_fleet(self._model) if self._cache is not None else None
@@ -177,7 +178,7 @@ class Fleet:
         """The first owner of a key that has failed least; waits for an encoder when there is none."""
         deadline = min(deadline, time.monotonic() + self._encoder_wait_s)
         while True:
-            changed, peers = self.encoders.changed, self.encoders.ready()
+            changed, peers = self.encoders.changes.next, self.encoders.ready()
             if peers:
                 name = min(rendezvous_order(key, list(peers)), key=failed.count)
                 return name, peers[name]
@@ -292,7 +293,7 @@ class Fleet:
         """
         await cache.get_fleet(self._model)
         while True:
-            changed = self.encoders.changed
+            changed = self.encoders.changes.next
             if self._fingerprint is not None:
                 await cache.put_fleet(self._model, FleetFacts(self._fingerprint))
             with contextlib.suppress(TimeoutError):

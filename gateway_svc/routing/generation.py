@@ -29,9 +29,10 @@ from common.metrics import Counter
 from common.wire import error_from_detail
 from gateway_svc.backend import GenerationEvent, MediaOutcome, MediaReport
 from gateway_svc.media.item import LoadedMedia
+from gateway_svc.routing.changes import wait_for_change
 from gateway_svc.routing.decoder_pool import DecoderEvent, DecoderLost, DecoderPool, Run
 from gateway_svc.routing.encoder_pool import EncoderPool
-from gateway_svc.routing.media_resolver import ENCODER_WAIT_S, MediaResolver, wait_for_change
+from gateway_svc.routing.media_resolver import ENCODER_WAIT_S, MediaResolver
 
 logger = structlog.get_logger(__name__)
 
@@ -127,7 +128,7 @@ class Generation:
     async def _begin(self, attempt: int) -> Run:
         """Send the request, with the tokens so far, to the best decoder; wait for one when there is none."""
         while True:
-            changed = self._decoders.changed
+            changed = self._decoders.changes.next
             link = self._decoders.pick(self._failed_links, self._request)
             if link is not None:
                 try:

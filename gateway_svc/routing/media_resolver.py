@@ -18,6 +18,7 @@ from common.messages import EncodeReply, EncodeRequest
 from common.metrics import SECONDS_BUCKETS, Counter, Histogram
 from common.vision_grid import num_patches
 from gateway_svc.media.item import LoadedMedia, naming
+from gateway_svc.routing.changes import wait_for_change
 from gateway_svc.routing.encoder_pool import EncoderPeer, EncoderPool, Outgoing
 from gateway_svc.routing.placement import owner_bounded_by_load, rendezvous_order
 
@@ -164,7 +165,7 @@ class MediaResolver:
         failed = self._failed.get(item.key, set())
         deadline = min(self._deadline, time.monotonic() + self._encoder_wait_s)
         while True:
-            changed = self._encoders.changed
+            changed = self._encoders.changes.next
             peers = self._encoders.ready(self._fingerprint)
             queue_s = {name: self._encoders.queue_s(peer) for name, peer in peers.items()}
             order = owner_bounded_by_load(rendezvous_order(item.key, list(peers)), queue_s)
@@ -186,12 +187,3 @@ class MediaResolver:
             param=item.param,
             retry_after_s=5.0,
         )
-
-
-async def wait_for_change(changed: asyncio.Event, deadline: float, error: TandemError) -> None:
-    """Return when peers have changed; raise `error` at the deadline."""
-    try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            await changed.wait()
-    except TimeoutError:
-        raise error from None

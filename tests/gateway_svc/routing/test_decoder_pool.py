@@ -96,7 +96,7 @@ async def test_a_finished_run_is_not_cancelled() -> None:
 
 async def test_a_change_of_a_decoder_wakes_those_who_wait_for_one() -> None:
     async with fake_fleet() as world:
-        decoder, changed = world.decoders[0], world.fleet.decoders.changed
+        decoder, changed = world.decoders[0], world.fleet.decoders.changes.next
         decoder.is_draining = True
         decoder.say_hello()
         async with asyncio.timeout(5):

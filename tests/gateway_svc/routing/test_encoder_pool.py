@@ -166,11 +166,11 @@ async def test_only_encoders_of_the_fingerprint_are_named() -> None:
 
 async def test_changes_wake_those_who_wait_for_them() -> None:
     async with running() as (pool, [encoder]):
-        changed = pool.changed
+        changed = pool.changes.next
         encoder.hello = msgspec.structs.replace(encoder.hello, is_draining=True)
         async with asyncio.timeout(10):
             await changed.wait()
-        assert not pool.changed.is_set()
+        assert not pool.changes.next.is_set()
 
 
 async def test_an_encoder_that_returns_is_used_again_without_a_restart_of_anything() -> None:
