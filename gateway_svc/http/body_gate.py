@@ -47,6 +47,8 @@ class BodyGate:
         encoding = _encoding(headers)
         if encoding not in ("", "identity", "gzip"):
             return InvalidRequest(f"the body's content-encoding is {encoding[:40]!r}: send gzip, or none")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            return InvalidRequest("the body has both content-length and transfer-encoding, which differ: send one")
         return self.excess(0, _declared(headers)) if "content-length" in headers else None
 
     def excess(self, num_bytes: int, num_more: int) -> TandemError | None:

@@ -127,7 +127,7 @@ def _part(part: InputText | InputRefusal | InputImage | InputVideo) -> dict[str,
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    function = tool.model_dump(include={"name", "description", "parameters", "strict"})
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 

@@ -21,6 +21,9 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 _MAX_HEAD_CHARACTERS = 4096  # a head that is longer is read when its call is complete
+# Any text without a mark. Where the mark is a token of its own, text never matches that, but it could spell it.
+_FREE_TEXT = rf"/(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/"
+_ANY_ARGUMENTS = '{"type": "object"}'
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,25 @@ class ToolUse:
         return [CLOSE] if self.tools and not self.is_parallel else []
 
     def grammar(self, otherwise: Grammar | None, added_tokens: frozenset[str]) -> Grammar | None:
-        """The constraint of a turn that must call a tool, or that must obey `otherwise` where it calls none."""
-        if not self.tools or (self.mode == "auto" and otherwise is None):
+        """The constraint of a turn that must call a tool, or that must obey `otherwise` where it calls none.
+
+        A turn that may do as it likes is held to the schemas of strict tools alone.
+        """
+        is_free = self.mode == "auto" and otherwise is None
+        if not self.tools or (is_free and not any(tool.function.strict for _, tool in self.tools)):
             return otherwise
         calls = 'call ("\\n" call)*' if self.is_parallel and self.mode != "named" else "call"
         alternatives, rules = [], {}
         for index, tool in self.tools:
             head = '{"name": ' + json.dumps(tool.function.name) + ', "arguments": '
             alternatives.append(f"{json.dumps(head)} arguments_{index} {json.dumps('}')}")
-            rules[f"arguments_{index}"] = inline_schema(_parameters(tool, index))
+            is_any = is_free and not tool.function.strict
+            rules[f"arguments_{index}"] = inline_schema(_ANY_ARGUMENTS if is_any else _parameters(tool, index))
         body = " | ".join(alternatives)
         call = f"{literal(OPEN, added_tokens)} {json.dumps(chr(10))} ({body}) {json.dumps(chr(10))} "
         rules["call"] = call + literal(CLOSE, added_tokens)
+        if is_free:
+            return lark("tools", "FREE (call FREE)*" if self.is_parallel else "FREE call?", FREE=_FREE_TEXT, **rules)
         if self.mode != "auto" or otherwise is None:
             return lark("tool_choice", calls, **rules)
         return lark(otherwise.param, "calls | answer", calls=calls, answer=otherwise.rule, **rules)
@@ -88,7 +98,7 @@ def _named(tools: Sequence[Tool], names: Sequence[NamedTool], param: str) -> tup
 
 def _parameters(tool: Tool, index: int) -> str:
     if not tool.function.parameters:
-        return '{"type": "object"}'
+        return _ANY_ARGUMENTS
     return schema_text(tool.function.parameters, f"tools[{index}].function.parameters")
 
 

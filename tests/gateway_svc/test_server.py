@@ -179,6 +179,20 @@ async def test_a_body_that_is_declared_too_large_is_answered_and_the_connection_
         writer.close()
 
 
+async def test_a_body_of_two_lengths_is_refused_and_the_connection_closed() -> None:
+    """A proxy and this server could take different ends of it for the beginning of the next request."""
+    async with running(harness()) as (url, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        )
+        answer = await asyncio.wait_for(reader.read(), 2)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"connection: close" in answer
+        writer.close()
+
+
 @pytest.mark.parametrize("is_declared", [True, False])
 async def test_a_client_that_sends_a_refused_body_to_its_end_sees_the_refusal(is_declared: bool) -> None:
     async def body() -> AsyncIterator[bytes]:

@@ -88,6 +88,14 @@ async def test_calls_and_reasoning_are_items() -> None:
     assert body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+async def test_a_strict_function_is_a_constraint_for_the_decoder() -> None:
+    setup = harness()
+    for is_strict in (True, False):
+        assert (await respond(setup, tools=[{**TOOL, "strict": is_strict}])).status_code == 200
+    strict, free = [request.sampling.grammar_kind for request in setup.backend.requests]
+    assert (strict, free) == ("grammar", None)
+
+
 @pytest.mark.parametrize("answer", ["Hello there.", f"Hm.\n</think>\n\n{CALLS}"])
 async def test_a_stream_s_events_add_up_to_the_whole(answer: str) -> None:
     setup = harness(FakeBackend(answers=[answer]), template=THINKING if "think" in answer else CHAT_TEMPLATE)

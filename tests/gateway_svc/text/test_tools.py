@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest
 from gateway_svc.schemas.chat_request import ChatCompletionRequest
-from gateway_svc.text.grammar import Grammar
+from gateway_svc.text.grammar import Grammar, after_reasoning
 from gateway_svc.text.tools import ToolCallParser, ToolUse, tool_use
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -129,6 +129,7 @@ def test_a_bad_schema_of_a_tool_that_must_be_called_is_named() -> None:
     assert refusal.value.param == "tools[2].function.parameters"
 
 
+STRICT = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}
 PARIS = call("get_weather", '{"city": "Paris"}')
 SAY = call("say", '{"anything": [1, 2]}')
 ANSWER = Grammar("json_schema", '{"type": "object", "properties": {"ok": {"type": "boolean"}}}', "response_format")
@@ -138,6 +139,19 @@ ACCEPTED: list[tuple[dict[str, Any], Grammar | None, list[str], list[str]]] = [
     ({"tool_choice": "required", "parallel_tool_calls": False}, None, [PARIS], [f"{PARIS}\n{SAY}"]),
     ({"tool_choice": {"type": "function", "function": {"name": "say"}}}, None, [SAY], [PARIS, f"{SAY}\n{SAY}"]),
     ({}, ANSWER, [PARIS, '{"ok": true}'], ["Hello", '{"ok": 5}']),
+    # A turn that may do as it likes, with a strict tool and one that is not.
+    (
+        {"tools": [STRICT, TOOLS[1]]},
+        None,
+        ["", "Hello\n<tool_ca", f"Let me see.\n{PARIS}\n{SAY} Done.", SAY],
+        [call("get_weather", "{}"), f"{PARIS}\n{call('other', '{}')}", "<tool_call>"],
+    ),
+    (
+        {"tools": [STRICT], "parallel_tool_calls": False},
+        None,
+        ["Hello", f"Let me see.\n{PARIS}"],
+        [f"{PARIS}\n{PARIS}", call("get_weather", '{"town": "x"}')],
+    ),
 ]
 
 
@@ -151,13 +165,28 @@ def test_the_constraint_allows_exactly_the_calls(
     assert [follows(grammar, text) for text in refused] == [False] * len(refused)
 
 
+def test_a_mark_that_is_spelt_in_other_tokens_is_no_way_around_a_strict_tool() -> None:
+    grammar = use(tools=[STRICT]).grammar(None, ADDED)
+    assert grammar is not None
+    assert follows(grammar, "Hello <tool", "_cal>")
+    assert not follows(grammar, "Hello <tool", call("get_weather", "{}").removeprefix("<tool"))
+
+
+def test_a_strict_tool_binds_what_follows_the_reasoning() -> None:
+    grammar = use(tools=[STRICT]).grammar(None, ADDED)
+    assert grammar is not None
+    after = after_reasoning(grammar, "</think>", ADDED)
+    assert follows(after, f"Hm.</think>\n\nHello\n{PARIS}")
+    assert not follows(after, f"Hm.</think>\n\n{call('get_weather', '{}')}")
+
+
 def test_without_need_there_is_no_constraint() -> None:
     assert use().grammar(None, ADDED) is None
     assert use(tool_choice="none").grammar(ANSWER, ADDED) is ANSWER
 
 
-def follows(grammar: Grammar, text: str, tokenizer: Tokenizer | None = None) -> bool:
-    """Whether a whole text follows a constraint, as the decoder's library sees it."""
+def follows(grammar: Grammar, *pieces: str, tokenizer: Tokenizer | None = None) -> bool:
+    """Whether a whole text follows a constraint, as the decoder's library sees it; no token is of two pieces."""
     llguidance = pytest.importorskip("llguidance")
     tokenizer = tokenizer or tiny_tokenizer()
     end = tokenizer.token_to_id("<|im_end|>")
@@ -166,7 +195,7 @@ def follows(grammar: Grammar, text: str, tokenizer: Tokenizer | None = None) -> 
         llguidance.LLMatcher.grammar_from_lark(f"start: {grammar.rule}" if grammar.kind != "grammar" else grammar.text),
     )
     assert not matcher.is_error(), matcher.get_error()
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = [token_id for piece in pieces for token_id in tokenizer.encode(piece, add_special_tokens=False).ids]
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
