@@ -77,8 +77,12 @@ def _whole(value: object) -> object:
 def _given(error: Mapping[str, Any]) -> str:
     """The refused value, where it is short enough to be read."""
     value = error["ctx"]["tag"] if error["type"] == "union_tag_invalid" else error.get("input")
-    is_scalar = isinstance(value, bool | int | float) or (isinstance(value, str) and 0 < len(value) <= _SHOWN_VALUE)
-    return f", not {value!r}" if is_scalar else ""
+    if not isinstance(value, bool | int | float | str) or value == "":
+        return ""
+    if isinstance(value, str) and len(value) > _SHOWN_VALUE:
+        return ""
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return f", not {shown}" if len(shown) <= 2 * _SHOWN_VALUE else ""
 
 
 def field_path(location: tuple[int | str, ...], body: object) -> str:
