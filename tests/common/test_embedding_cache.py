@@ -89,6 +89,31 @@ async def test_what_one_process_put_another_gets(server: Valkey, cache: Embeddin
     await another.close()
 
 
+async def test_all_items_of_a_request_are_looked_for_in_one_round_trip(server: Valkey) -> None:
+    turns: list[str] = []  # who spoke, each time that it was the other before
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
+        while data := await reader.read(1 << 16):
+            if turns[-1:] != [name]:
+                turns.append(name)
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers, questions = await asyncio.open_unix_connection(server.url.removeprefix("unix://"))
+        await asyncio.gather(pump(reader, questions, "cache"), pump(answers, writer, "redis"))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        cache = EmbeddingCache.connect(f"redis://127.0.0.1:{port}", ttl_s=TTL_S, wait_s=1.0)
+        wanted = [expected(embedding()[0], key=f"{number:064x}") for number in range(40)]
+        await cache.probe(wanted)  # connects
+        turns.clear()
+        assert await cache.probe(wanted) == set()
+        assert turns == ["cache", "redis"]
+        await cache.close()
+
+
 async def test_probing_and_reading_refresh_the_time_to_live(server: Valkey, cache: EmbeddingCache) -> None:
     header, payload = embedding()
     await cache.put(header, memoryview(payload))

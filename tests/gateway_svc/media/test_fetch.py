@@ -239,6 +239,17 @@ async def test_fetches_of_all_requests_together_are_bounded() -> None:
         await fetcher.aclose()
 
 
+async def test_all_files_of_a_request_are_fetched_at_once() -> None:
+    async with media_host() as host:
+        fetcher = MediaFetcher(OPEN)
+        setup = harness(fetcher=fetcher)
+        parts = [{"type": "image_url", "image_url": {"url": host.url(f"/drip?{n}")}} for n in range(8)]
+        asked = asyncio.create_task(setup.chat(messages=[{"role": "user", "content": parts}]))
+        await eventually(lambda: host.num_open == 8)
+        assert (await asked).status_code == 400
+        await fetcher.aclose()
+
+
 @needs_shared
 async def test_credentials_of_a_url_appear_nowhere(logs: list[Any]) -> None:
     setup = harness()
