@@ -202,11 +202,15 @@ class ModelResponse:
             "previous_response_id": None,
             "store": False,
             "text": {"format": self._text_format()},
-            "tool_choice": request.tool_choice or "auto",
+            "tool_choice": self._tool_choice(),
             "tools": [tool.model_dump() for tool in request.tools or ()],
             "truncation": request.truncation or "disabled",
             "usage": self._usage() if is_done else None,
         }
+
+    def _tool_choice(self) -> str | dict[str, Any]:
+        choice = self._request.tool_choice or "auto"
+        return choice if isinstance(choice, str) else choice.model_dump()
 
     def _text_format(self) -> dict[str, Any]:
         text = self._request.text

@@ -25,6 +25,7 @@ from gateway_svc.schemas.responses_request import (
 )
 
 _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
+_RENAMED = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 
 
 def chat_request(request: ResponsesRequest) -> tuple[ChatCompletionRequest, list[str]]:
@@ -62,13 +63,15 @@ def chat_request(request: ResponsesRequest) -> tuple[ChatCompletionRequest, list
 
 
 def place_of(param: str | None, places: list[str]) -> str | None:
-    """A place in a chat's messages as one in the items of a response; `text.format` for its response_format."""
-    if param == "response_format":
-        return "text.format"
-    match = _MESSAGE_PLACE.match(param or "")
-    if match is None or param is None:
-        return "input" if param == "messages" else param
-    return places[int(match[1])] + param[match.end() :]
+    """A place in a chat as one in the response: items for its messages, flat tools for its nested ones."""
+    if param is None:
+        return None
+    if param in _RENAMED:
+        return _RENAMED[param]
+    if param.startswith(("tools[", "tool_choice.")):
+        return param.replace(".function", "").replace(".allowed_tools", "")
+    match = _MESSAGE_PLACE.match(param)
+    return param if match is None else places[int(match[1])] + param[match.end() :]
 
 
 def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:

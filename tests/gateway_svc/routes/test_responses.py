@@ -96,6 +96,22 @@ async def test_a_strict_function_is_a_constraint_for_the_decoder() -> None:
     assert (strict, free) == ("grammar", None)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
+    ],
+    ids=str,
+)
+async def test_a_choice_of_tools_comes_back_as_it_was_asked_for(choice: Any) -> None:
+    setup = harness(FakeBackend(answers=[CALLS]))
+    response = await respond(setup, tools=[TOOL], tool_choice=choice)
+    assert response.status_code == 200, response.text
+    assert response.json()["tool_choice"] == choice
+
+
 @pytest.mark.parametrize("answer", ["Hello there.", f"Hm.\n</think>\n\n{CALLS}"])
 async def test_a_stream_s_events_add_up_to_the_whole(answer: str) -> None:
     setup = harness(FakeBackend(answers=[answer]), template=THINKING if "think" in answer else CHAT_TEMPLATE)
@@ -177,6 +193,14 @@ async def test_an_error_in_a_stream_is_an_event() -> None:
         ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+            },
+            "tool_choice.tools",
+        ),
+        ({"tools": [{**TOOL, "parameters": {"type": 5}}], "tool_choice": "required"}, "tools[0].parameters"),
         ({"include": ["everything"]}, "include[0]"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "text.format"),
