@@ -8,6 +8,7 @@ loop.
 """
 
 import asyncio
+import uuid
 from collections.abc import Callable
 
 import h11
@@ -99,6 +100,7 @@ def _refusal(cls: type[TandemError], message: str) -> tuple[int, list[tuple[byte
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
+        (b"x-request-id", uuid.uuid4().hex.encode()),
     ]
     return info.http_status, headers, body
 

@@ -1,4 +1,7 @@
-"""Which members of a tier serve a gateway's model: those of others are connected, told, and not used. Pure."""
+"""Which members of a tier serve a gateway's model: those of others are connected and told to the operator, not used.
+
+Runs on the event loop.
+"""
 
 from collections.abc import Iterable
 

@@ -119,6 +119,7 @@ async def test_one_connection_too_many_is_answered_in_openai_shape_and_the_other
         refusal = await ended(third_reader)
         assert refusal.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1\r\n" in refusal
+        assert b"x-request-id: " in refusal
         assert json.loads(refusal.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
         app.wait.set()
         for answered in (reader, second_reader):
@@ -132,4 +133,5 @@ async def test_what_is_not_http_is_answered_in_openai_shape() -> None:
         writer.write(b"SSH-2.0-x\r\n\r\n")
         answer = await ended(reader)
         assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"x-request-id: " in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_request"
