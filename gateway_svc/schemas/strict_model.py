@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from common.errors import InvalidRequest
 from gateway_svc.schemas.plain_json import check_plain
@@ -56,6 +57,16 @@ class ClosedModel(StrictModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         cls._known = frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the values that fields which are not served may have."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name, not_served in cls.not_served.items():
+            if not_served.harmless:
+                properties[name] = {"enum": [*not_served.harmless, None], "description": "Without effect."}
+        return schema
 
     @model_validator(mode="before")
     @classmethod

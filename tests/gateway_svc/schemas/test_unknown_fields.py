@@ -297,6 +297,16 @@ async def test_a_field_that_is_not_served_is_refused_where_it_asks_for_something
         assert error["message"].startswith(f"{param} is not supported: ")
 
 
+def test_the_documentation_has_the_values_that_ask_for_nothing() -> None:
+    document = harness().app.openapi()["components"]["schemas"]
+    chat_fields = document["ChatCompletionRequest"]
+    assert chat_fields["additionalProperties"] is False
+    assert chat_fields["properties"]["store"]["enum"] == [False, None]
+    assert "guided_json" not in chat_fields["properties"]
+    assert document["StructuredOutputs"]["properties"]["disable_any_whitespace"]["enum"] == [False, None]
+    assert "additionalProperties" not in document["Message"]
+
+
 def test_numbers_and_truths_are_told_apart() -> None:
     assert not NotServed((1,)).asks(1.0)
     assert NotServed((1,)).asks(True)
