@@ -1,5 +1,6 @@
 """The way in: API keys on every route, limits of a key, compressed bodies, web pages, traces, the access log."""
 
+import base64
 import gzip
 import json
 import time
@@ -26,11 +27,13 @@ from gateway_svc.http.errors import error_response
 from gateway_svc.http.gzip_body import PIECE_BYTES, GzipBody
 from gateway_svc.http.metrics import HttpMetrics
 from gateway_svc.http.middleware import OPEN_PATHS, Access, RequestMiddleware, add_cors
-from tests.gateway_svc.fake_backend import FakeBackend, harness
+from tests.gateway_svc.fake_backend import MODEL, FakeBackend, VectorBackend, harness
+from tests.media_samples import png
 
 SECRET = "sk-test-secret"
 HEADERS = {"authorization": f"Bearer {SECRET}"}
 LIMIT = 1 << 20
+PICTURE = "data:image/png;base64," + base64.b64encode(png(64, 64)).decode()
 
 
 async def size(request: Request) -> Response:
@@ -105,6 +108,34 @@ async def test_a_request_may_ask_for_less_time_than_the_server_gives(stream: boo
     for timeout in (0, -1, "5"):
         refused = await setup.chat(timeout=timeout)
         assert (refused.status_code, error_of(refused)["param"]) == (400, "timeout")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/media", {"media": [{"type": "image_url", "image_url": PICTURE}]}),
+    ],
+)
+async def test_every_route_that_works_may_be_given_less_time(path: str, body: dict[str, Any]) -> None:
+    deadlines: list[float] = []
+
+    class Backend(VectorBackend if path == "/v1/embeddings" else FakeBackend):  # type: ignore[misc]
+        def generate(self, request: Any, media: Any, deadline: float) -> Any:
+            deadlines.append(deadline - time.monotonic())
+            return super().generate(request, media, deadline)
+
+        async def warm(self, media: Any, fingerprint: str, deadline: float) -> Any:
+            deadlines.append(deadline - time.monotonic())
+            return await super().warm(media, fingerprint, deadline)
+
+    setup = harness(Backend(), is_embedding_model=path == "/v1/embeddings")
+    for timeout, limit in ((5, 5), (None, 600)):
+        response = await setup.client.post(path, json={"model": MODEL, **body, "timeout": timeout})
+        assert response.status_code == 200, response.text
+        assert limit - 2 < deadlines.pop() <= limit
 
 
 async def test_a_key_beyond_its_limit_is_told_when_to_come_back() -> None:
