@@ -219,6 +219,20 @@ async def test_what_clients_send_is_accepted(fields: dict[str, Any]) -> None:
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [TURN], "max_completion_tokens": 4}),
+        ("/v1/completions", {"prompt": "hi", "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None}),
+    ],
+)
+async def test_what_vllm_s_bench_serve_sends_is_accepted(path: str, fields: dict[str, Any]) -> None:
+    common = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
+    response = await harness().client.post(path, json={"model": MODEL, **fields, **common})
+    assert response.status_code == 200, response.text
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
 async def test_an_answer_of_openai_s_can_be_sent_back_as_its_client_writes_it() -> None:
     call = ChatCompletionMessageFunctionToolCall.model_validate(
         {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}
