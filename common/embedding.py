@@ -12,7 +12,7 @@ import msgspec
 from isal import isal_zlib
 
 from common.errors import ProtocolError
-from common.messages import EmbeddingHeader, Grid, WireDtype, payload_bytes
+from common.messages import EmbeddingHeader, Fingerprint, Grid, WireDtype, payload_bytes
 from common.wire import CHUNK_BYTES, chunks
 
 T = TypeVar("T")
@@ -20,6 +20,16 @@ Payload: TypeAlias = bytearray | mmap.mmap | memoryview
 """Writable memory; what holds it is a matter of its size and its owner."""
 HUGE_BYTES = 4 << 20
 HOT_BYTES = 128 << 10  # a part that stays in a core's cache
+
+
+class FleetFacts(msgspec.Struct, frozen=True):
+    """What a gateway knows of a model's encoders, and a restarted one must know to use cached media without any.
+
+    The fingerprint covers the wire dtype; whoever reads an embedding is told it too, since a hash tells nothing.
+    """
+
+    fingerprint: Fingerprint
+    wire_dtype: WireDtype
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,7 @@ def unpack_stored(data: bytes, struct: type[T]) -> T:
 __all__ = [
     "CHUNK_BYTES",
     "ExpectedEmbedding",
+    "FleetFacts",
     "Payload",
     "check_checksum",
     "check_payload",

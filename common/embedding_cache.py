@@ -1,4 +1,4 @@
-"""Embeddings, video facts and the fleet's fingerprint in Redis. A cache: every failure is a miss and a counter.
+"""Embeddings, video facts and the fleet's facts in Redis. A cache: every failure is a miss and a counter.
 
 An embedding is chunks of about 1 MB named by key and checksum under one `{key}` hash tag, and a manifest written
 last, so a reader sees all of it or nothing. A claim names the encoder that is at work on a key. Each call has a hard
@@ -18,6 +18,7 @@ import structlog
 from common.embedding import (
     CHUNK_BYTES,
     ExpectedEmbedding,
+    FleetFacts,
     Payload,
     check_payload,
     chunks,
@@ -26,7 +27,7 @@ from common.embedding import (
     unpack_stored,
 )
 from common.errors import ProtocolError
-from common.messages import EmbeddingHeader, Fingerprint, Id, VideoFacts
+from common.messages import EmbeddingHeader, Id, VideoFacts
 from common.metrics import Counter
 from common.redis_connect import RedisClient, connect_redis
 from common.redis_guard import CACHE_CALLS, RedisGuard
@@ -48,12 +49,6 @@ SLOWEST_BYTES_PER_S = 50 << 20  # a transfer slower than this is no better than 
 
 T = TypeVar("T")
 Reply = bytes | str | None  # redis-py's type; always bytes here, since no decoding is asked for
-
-
-class FleetFacts(msgspec.Struct, frozen=True):
-    """What a restarted gateway must know to use cached media while no encoder is alive."""
-
-    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True)

@@ -330,13 +330,15 @@ class GenerateRequest(Message, frozen=True, kw_only=True, tag=True):
     `outputs` holds each choice's tokens so far: empty at first, filled when a request is resumed elsewhere, and
     always apart from the prompt so that penalties and limits are right over the seam. `attempt` grows with each
     resumption; answers to an older attempt are dropped by the gateway. Choices in `finished` have ended: nothing is
-    said of them. With `pooling` the answer is no text but the prompt's embedding.
+    said of them. With `pooling` the answer is no text but the prompt's embedding. `fingerprint` and `wire_dtype` are
+    those of the encoders whose embeddings it uses.
     """
 
     request_id: Id
     attempt: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     model: Id
     fingerprint: Fingerprint | None = None
+    wire_dtype: WireDtype | None = None
     prompt_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS)]
     outputs: Annotated[list[TokenIds], Meta(max_length=128)] = msgspec.field(default_factory=list)
     media: Annotated[list[MediaItem], Meta(max_length=MAX_MEDIA_ITEMS)] = msgspec.field(default_factory=list)

@@ -125,6 +125,7 @@ class EmbeddingInbox:
                     rows=item.num_tokens,
                     width=self._width,
                     levels=self._levels,
+                    dtype=request.wire_dtype,
                 )
                 for item in request.media
             }

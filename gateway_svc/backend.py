@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from common.embedding import FleetFacts
 from common.embedding_cache import Survey
 from common.messages import GenerateRequest, MediaOptions, SequenceTokens, VideoFacts
 from gateway_svc.media.item import LoadedMedia
@@ -44,8 +45,8 @@ class Backend(Protocol):
         """Return once the decoders' limits are known. Raises DecoderUnavailable."""
         ...
 
-    async def fingerprint(self) -> str:
-        """The vision side's fingerprint. Raises EncoderUnavailable when it was never known."""
+    async def fleet_facts(self) -> FleetFacts:
+        """The fingerprint and the wire dtype of the encoders. Raises EncoderUnavailable when they were never known."""
         ...
 
     async def probe_video(self, key: str, options: MediaOptions, source: bytes, deadline: float) -> VideoFacts:
@@ -66,7 +67,9 @@ class Backend(Protocol):
         """One choice of a request that runs is long enough: no more of it is generated. Others go on."""
         ...
 
-    async def warm(self, media: Sequence[LoadedMedia], fingerprint: str, deadline: float) -> Mapping[str, MediaOutcome]:
+    async def warm(
+        self, media: Sequence[LoadedMedia], facts: FleetFacts, deadline: float
+    ) -> Mapping[str, MediaOutcome]:
         """Have every item encoded that no cache has; where each key was. Raises TandemError."""
         ...
 

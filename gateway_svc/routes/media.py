@@ -79,15 +79,15 @@ async def _warm(service: TextService, body: WarmRequest) -> list[dict[str, Any]]
     deadline = time.monotonic() + min(service.request_timeout_s, body.timeout or math.inf)
     references = [_reference(part, index) for index, part in enumerate(body.media)]
     service.media.check_counts(references)
-    fingerprint = await service.backend.fingerprint()
+    facts = await service.backend.fleet_facts()
     media = await service.load_media(
         references,
         body.mm_processor_kwargs,
-        fingerprint=fingerprint,
+        fingerprint=facts.fingerprint,
         cache_salt=body.cache_salt,
         deadline=deadline,
     )
-    outcomes = await service.backend.warm(media, fingerprint, deadline)
+    outcomes = await service.backend.warm(media, facts, deadline)
     return [_item(service, item, outcomes[item.key]) for item in media]
 
 
@@ -103,7 +103,8 @@ def _item(service: TextService, item: LoadedMedia, outcome: str) -> dict[str, An
 
 
 async def _survey(service: TextService, *, is_removed: bool) -> dict[str, Any]:
-    survey = await service.backend.survey_media(await service.backend.fingerprint(), is_removed=is_removed)
+    facts = await service.backend.fleet_facts()
+    survey = await service.backend.survey_media(facts.fingerprint, is_removed=is_removed)
     if survey is None:
         raise _no_cache()
     return {"model": service.model_names[0], "items": survey.num_items, "bytes": survey.num_bytes}

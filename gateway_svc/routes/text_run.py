@@ -180,13 +180,13 @@ class TextRun:
         run_in_threads = asyncio.get_running_loop().run_in_executor
         drafted, sampling = await run_in_threads(service.text_threads, self._draft, max_model_len)
         self._grammar = drafted.grammar
-        fingerprint = None
+        facts = None
         if drafted.references:
-            fingerprint = await service.backend.fingerprint()
+            facts = await service.backend.fleet_facts()
             self._media = await service.load_media(
                 drafted.references,
                 self._spec.processor_kwargs,
-                fingerprint=fingerprint,
+                fingerprint=facts.fingerprint,
                 cache_salt=fields.cache_salt,
                 deadline=self._deadline,
             )
@@ -197,7 +197,8 @@ class TextRun:
         return GenerateRequest(
             request_id=self._request_id,
             model=service.model_names[0],
-            fingerprint=fingerprint,
+            fingerprint=facts.fingerprint if facts is not None else None,
+            wire_dtype=facts.wire_dtype if facts is not None else None,
             prompt_token_ids=prompt.token_ids,
             media=prompt.media,
             sampling=with_room(sampling, max_model_len - len(prompt.token_ids)),

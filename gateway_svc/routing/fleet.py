@@ -1,6 +1,6 @@
 """The gateway's view of the fleet, as the `Backend` that its HTTP half uses.
 
-Owns both pools, the cache and the vision side's fingerprint, which is learnt from encoders, remembered in Redis, and
+Owns both pools, the cache and the facts of the vision side, which are learnt from encoders, remembered in Redis, and
 read from there when no encoder is alive. Runs on the event loop; knows nothing of HTTP or text.
 """
 
@@ -15,7 +15,8 @@ import structlog
 import zmq.asyncio
 
 from common import __version__
-from common.embedding_cache import EmbeddingCache, FleetFacts, Survey
+from common.embedding import FleetFacts
+from common.embedding_cache import EmbeddingCache, Survey
 from common.errors import (
     DeadlineExceeded,
     DecoderUnavailable,
@@ -39,7 +40,7 @@ from gateway_svc.routing.decoder_pool import DecoderPool
 from gateway_svc.routing.encoder_pool import DEFAULT_PATCHES_PER_S, EncoderPeer, EncoderPool, Outgoing
 from gateway_svc.routing.generation import DECODER_WAIT_S, Generation, first_error
 from gateway_svc.routing.media_resolver import ENCODER_WAIT_S, MediaResolver
-from gateway_svc.routing.placement import fingerprint_of, rendezvous_order
+from gateway_svc.routing.placement import fleet_facts_of, rendezvous_order
 
 logger = structlog.get_logger(__name__)
 
@@ -76,7 +77,7 @@ class Fleet:
         self._encoder_wait_s = encoder_wait_s
         self._decoder_wait_s = decoder_wait_s
         self._video_settings = video_settings
-        self._fingerprint: str | None = None
+        self._facts: FleetFacts | None = None
         self._generations: WeakValueDictionary[str, Generation] = WeakValueDictionary()
         self._hello = Hello(
             role="gateway",
@@ -133,17 +134,17 @@ class Fleet:
             with self.decoders.holding():
                 await wait_for_change(self.decoders.changes.next, deadline, error)
 
-    async def fingerprint(self) -> str:
-        """The fingerprint of a ready encoder; without one the last that was known, here or in Redis."""
+    async def fleet_facts(self) -> FleetFacts:
+        """The facts of the ready encoders; without one the last that were known, here or in Redis."""
         deadline = time.monotonic() + self._encoder_wait_s
         error = EncoderUnavailable("no encoder has been seen yet: try again later", retry_after_s=5.0)
         while True:
             changed = self.encoders.changes.next
-            if (known := self._ready_fingerprint() or self._fingerprint) is not None:
+            if (known := self._ready_facts() or self._facts) is not None:
                 return known
             remembered = await self._cache.get_fleet(self._model) if self._cache is not None else None
             if remembered is not None:
-                return remembered.fingerprint
+                return remembered
             await wait_for_change(changed, deadline, error)
 
     async def probe_video(self, key: str, options: MediaOptions, source: bytes, deadline: float) -> VideoFacts:
@@ -220,7 +221,7 @@ class Fleet:
         if (generation := self._generations.get(request_id)) is not None:
             generation.end_choice(choice)
 
-    async def warm(self, media: Sequence[LoadedMedia], fingerprint: str, deadline: float) -> dict[str, MediaOutcome]:
+    async def warm(self, media: Sequence[LoadedMedia], facts: FleetFacts, deadline: float) -> dict[str, MediaOutcome]:
         """Have every item encoded that no cache has. An encoder keeps it as long as it has room, Redis for its time."""
         outcomes: dict[str, MediaOutcome] = {}
 
@@ -230,7 +231,8 @@ class Fleet:
         resolver = MediaResolver(
             uuid.uuid4().hex,
             media,
-            fingerprint=fingerprint,
+            fingerprint=facts.fingerprint,
+            wire_dtype=facts.wire_dtype,
             encoders=self.encoders,
             cache=self._cache,
             deadline=deadline,
@@ -279,23 +281,23 @@ class Fleet:
             "redis": "off" if self._cache is None else "ok" if self._cache.is_available else "failing",
         }
 
-    def _ready_fingerprint(self) -> str | None:
+    def _ready_facts(self) -> FleetFacts | None:
         hellos = [hello for peer in self.encoders.ready().values() if (hello := peer.hello) is not None]
-        return fingerprint_of(hellos, self.decoders.last_hello)
+        return fleet_facts_of(hellos, self.decoders.last_hello)
 
     def _on_encoder_change(self) -> None:
-        self._fingerprint = self._ready_fingerprint() or self._fingerprint
+        self._facts = self._ready_facts() or self._facts
 
     async def _remember(self, cache: EmbeddingCache) -> None:
-        """Keep the fingerprint in Redis, for gateways that start when no encoder is alive.
+        """Keep the facts in Redis, for gateways that start when no encoder is alive.
 
         Reads first, so that a Redis that cannot be reached shows at start and not with the first picture.
         """
         await cache.get_fleet(self._model)
         while True:
             changed = self.encoders.changes.next
-            if self._fingerprint is not None:
-                await cache.put_fleet(self._model, FleetFacts(self._fingerprint))
+            if self._facts is not None:
+                await cache.put_fleet(self._model, self._facts)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REMEMBER_EVERY_S):
                     await changed.wait()

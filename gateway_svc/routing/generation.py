@@ -77,6 +77,7 @@ class Generation:
             request.request_id,
             media,
             fingerprint=request.fingerprint,
+            wire_dtype=request.wire_dtype,
             encoders=encoders,
             cache=cache,
             deadline=deadline,

@@ -14,7 +14,7 @@ import structlog
 from common.embedding import ExpectedEmbedding
 from common.embedding_cache import REDIS, EmbeddingCache, Located
 from common.errors import EncoderUnavailable, TandemError, error_info
-from common.messages import EncodeReply, EncodeRequest
+from common.messages import EncodeReply, EncodeRequest, WireDtype
 from common.metrics import SECONDS_BUCKETS, Counter, Histogram
 from common.vision_grid import num_patches
 from gateway_svc.media.item import LoadedMedia, naming
@@ -44,6 +44,7 @@ class MediaResolver:
         media: Sequence[LoadedMedia],
         *,
         fingerprint: str | None,
+        wire_dtype: WireDtype | None,
         encoders: EncoderPool,
         cache: EmbeddingCache | None,
         deadline: float,
@@ -53,6 +54,7 @@ class MediaResolver:
         self._request_id = request_id
         self._items = {item.key: item for item in media}
         self._fingerprint = fingerprint
+        self._wire_dtype = wire_dtype
         self._encoders = encoders
         self._cache = cache
         self._deadline = deadline
@@ -87,9 +89,11 @@ class MediaResolver:
     async def _locate(self, items: Sequence[LoadedMedia]) -> Located:
         if self._cache is None or self._fingerprint is None:
             return Located()
-        return await self._cache.locate(
-            [ExpectedEmbedding(key=item.key, grid=item.grid, fingerprint=self._fingerprint) for item in items]
-        )
+        expected = [
+            ExpectedEmbedding(key=item.key, grid=item.grid, fingerprint=self._fingerprint, dtype=self._wire_dtype)
+            for item in items
+        ]
+        return await self._cache.locate(expected)
 
     async def _encode_counted(self, item: LoadedMedia) -> None:
         """Count the item as work of the encoders, also while there are none, until it is done or given up."""

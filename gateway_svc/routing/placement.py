@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from common.embedding import FleetFacts
 from common.messages import Hello
 
 T = TypeVar("T")
@@ -70,12 +71,16 @@ def choose_decoder(
     return min(candidates, key=cost)
 
 
-def fingerprint_of(encoders: Sequence[Hello], decoder: Hello | None) -> str | None:
-    """The fingerprint to use in a fleet that may hold several, as during an update: of most encoders that fit.
+def fleet_facts_of(encoders: Sequence[Hello], decoder: Hello | None) -> FleetFacts | None:
+    """The facts to use in a fleet that may hold several, as during an update: of most encoders that fit.
 
     An encoder fits when its embeddings have the width and the levels that the decoders expect. When none does, the
     choice is made among all, so that the decoder's refusal names the difference.
     """
     fitting = [e for e in encoders if decoder is not None and (e.width, e.levels) == (decoder.width, decoder.levels)]
-    counts = Counter(hello.fingerprint for hello in fitting or encoders if hello.fingerprint is not None)
-    return min(counts, key=lambda fingerprint: (-counts[fingerprint], fingerprint), default=None)
+    counts = Counter(
+        FleetFacts(hello.fingerprint, hello.wire_dtype)
+        for hello in fitting or encoders
+        if hello.fingerprint is not None and hello.wire_dtype is not None
+    )
+    return min(counts, key=lambda facts: (-counts[facts], facts.fingerprint, facts.wire_dtype), default=None)

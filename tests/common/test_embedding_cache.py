@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.embedding import CHUNK_BYTES, ExpectedEmbedding, checksum, pack_manifest
-from common.embedding_cache import EmbeddingCache, FleetFacts, Survey
+from common.embedding import CHUNK_BYTES, ExpectedEmbedding, FleetFacts, checksum, pack_manifest
+from common.embedding_cache import EmbeddingCache, Survey
 from common.errors import ConfigError
 from common.messages import EmbeddingHeader, VideoFacts
 from common.redis_guard import CACHE_CALLS, Breaker
@@ -235,6 +235,20 @@ async def test_a_manifest_that_is_not_what_was_expected_is_a_miss(
     assert await cache.probe([expected(header)]) == set()
 
 
+async def test_a_manifest_that_swaps_the_dtype_for_one_of_the_same_width_is_a_miss(
+    server: Valkey, cache: EmbeddingCache
+) -> None:
+    header, payload = embedding()
+    header = msgspec.structs.replace(header, dtype="bfloat16", width=2 * header.width)
+    await cache.put(header, memoryview(payload))
+    assert await cache.get(expected(header)) is not None
+    forged = msgspec.structs.replace(header, dtype="float16")
+    assert forged.num_bytes == header.num_bytes
+    await server.client.set(manifest_name(header), pack_manifest(forged))
+    assert await cache.get(expected(header)) is None
+    assert await cache.probe([expected(header)]) == set()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 async def test_a_manifest_of_a_dtype_of_another_size_is_a_miss_also_for_one_who_does_not_know_the_dtype(
     server: Valkey, cache: EmbeddingCache, dtype: str
@@ -323,8 +337,8 @@ async def test_facts_and_fleet_are_remembered(server: Valkey, cache: EmbeddingCa
     await cache.put_video_facts("k", FACTS)
     assert await cache.get_video_facts("k") == FACTS
     assert await cache.get_fleet("m") is None
-    await cache.put_fleet("m", FleetFacts(fingerprint="f" * 64))
-    assert await cache.get_fleet("m") == FleetFacts(fingerprint="f" * 64)
+    await cache.put_fleet("m", FleetFacts("f" * 64, "float32"))
+    assert await cache.get_fleet("m") == FleetFacts("f" * 64, "float32")
     assert 0 < await server.client.ttl("tandem:facts:k") <= TTL_S
     await server.client.set("tandem:facts:k", b"\xc1garbage")
     assert await cache.get_video_facts("k") is None
@@ -359,7 +373,7 @@ def every_call(cache: EmbeddingCache) -> list[tuple[str, Callable[[], Awaitable[
         ("facts", lambda: cache.get_video_facts("k"), None),
         ("facts", lambda: cache.put_video_facts("k", FACTS), None),
         ("fleet", lambda: cache.get_fleet("m"), None),
-        ("fleet", lambda: cache.put_fleet("m", FleetFacts(fingerprint="f" * 64)), None),
+        ("fleet", lambda: cache.put_fleet("m", FleetFacts("f" * 64, "float32")), None),
     ]
 
 
@@ -523,7 +537,7 @@ async def test_whatever_answers_in_the_place_of_redis_is_a_miss(reply: bytes) ->
 
 
 async def test_fleet_facts_of_another_version_are_a_miss(server: Valkey, cache: EmbeddingCache) -> None:
-    await cache.put_fleet("tiny", FleetFacts("v2:" + "a" * 64))
+    await cache.put_fleet("tiny", FleetFacts("v2:" + "a" * 64, "float32"))
     assert await cache.get_fleet("tiny") is None
 
 

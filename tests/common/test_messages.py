@@ -115,6 +115,7 @@ EXAMPLES: list[AnyMessage] = [
         attempt=1,
         model="tandem-demo",
         fingerprint=OTHER_KEY,
+        wire_dtype="bfloat16",
         prompt_token_ids=[1, 2, 3],
         outputs=[[4], [5, 6]],
         media=[

@@ -6,18 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.embedding import ExpectedEmbedding, checksum
+from common.embedding import ExpectedEmbedding, checksum, pack_manifest
+from common.embedding_cache import REDIS, EmbeddingCache
 from common.errors import EncoderUnavailable, ProtocolError, TandemError
 from common.messages import EmbeddingHeader
 from common.tensors import payload_of
 from decoder_svc.embedding_inbox import EmbeddingInbox
 from tests.decoder_svc.requests import FINGERPRINT, PAD_ID, generate_request, key_of, picture
+from tests.valkey import running_valkey
 
 WIDTH = 6
 ITEM_BYTES = 4 * WIDTH * 4
@@ -157,6 +160,31 @@ def make_world(max_items: float = 100) -> World:
         is_held=held.__contains__,
     )
     return World(fetcher, cache, listener, inbox, held)
+
+
+@pytest.mark.parametrize("forged", [False, True])
+async def test_an_entry_of_redis_in_another_dtype_of_the_same_width_is_a_miss(forged: bool) -> None:
+    world = make_world()
+    async with running_valkey() as server:
+        cache = EmbeddingCache.connect(server.url, ttl_s=60, wait_s=1.0)
+        world.inbox._cache = cache
+        media = [picture(1, 0)]
+        (rows,) = (item.num_tokens for item in media)
+        values = torch.full((rows, WIDTH), 1.0, dtype=torch.bfloat16)
+        fields = {"rows": rows, "checksum": checksum(payload_of(values)), "dtype": "bfloat16"}
+        expected = ExpectedEmbedding(key_of(1), media[0].grid, FINGERPRINT, rows=rows)
+        header = msgspec.structs.replace(embedding_of(expected)[0], **fields)
+        await cache.put(header, payload_of(values))
+        if forged:  # read so, each 1.0 would be 1.875
+            manifest = pack_manifest(msgspec.structs.replace(header, dtype="float16"))
+            await server.client.set(f"tandem:embedding:{{{key_of(1)}}}", manifest)
+        world.inbox.expect(generate_request([PAD_ID] * 50, media=media, wire_dtype="bfloat16"))
+        world.inbox.locate("r", key_of(1), REDIS)
+        await world.until(world.listener.changed.is_set)
+        assert world.listener.failures == ([("r", key_of(1), REDIS)] if forged else [])
+        assert world.listener.deliveries == ([] if forged else [key_of(1)])
+        await world.inbox.close()
+        await cache.close()
 
 
 async def test_items_are_fetched_oldest_request_first_within_the_bytes() -> None:

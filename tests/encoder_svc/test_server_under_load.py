@@ -152,6 +152,7 @@ async def test_one_picture_for_64_requests_of_two_gateways_and_two_encoders_is_e
                 f"request-{number}",
                 [picture],
                 fingerprint=full.fingerprint,
+                wire_dtype=loaded.hello.wire_dtype,
                 encoders=(first, second)[number % 2],
                 cache=caches[number % 2],
                 deadline=time.monotonic() + 30,

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from common.embedding import FleetFacts
 from common.embedding_cache import Survey
 from common.errors import DecoderUnavailable, TandemError
 from common.messages import GenerateRequest, MediaOptions, SequenceTokens, TokenLogprobs, Usage, VideoFacts
@@ -89,15 +90,15 @@ class FakeBackend:
         if not self.max_model_len:
             raise DecoderUnavailable("no decoder has been seen yet: try again later", retry_after_s=5.0)
 
-    async def fingerprint(self) -> str:
-        return "f" * 64
+    async def fleet_facts(self) -> FleetFacts:
+        return FleetFacts("f" * 64, "float32")
 
     async def probe_video(self, key: str, options: MediaOptions, source: bytes, deadline: float) -> VideoFacts:
         self.probes.append((options, len(source)))
         assert self.facts is not None
         return self.facts
 
-    async def warm(self, media: Sequence[LoadedMedia], fingerprint: str, deadline: float) -> dict[str, MediaOutcome]:
+    async def warm(self, media: Sequence[LoadedMedia], facts: FleetFacts, deadline: float) -> dict[str, MediaOutcome]:
         self.media.append(list(media))
         outcomes: dict[str, MediaOutcome] = {
             item.key: "cache" if item.key in self.cached else "encoded" for item in media

@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq.asyncio
 
-from common.embedding import ExpectedEmbedding
-from common.embedding_cache import FleetFacts, Located
+from common.embedding import ExpectedEmbedding, FleetFacts
+from common.embedding_cache import Located
 from common.errors import TandemError
 from common.members import Member, StaticMembers
 from common.messages import (

@@ -36,6 +36,7 @@ async def test_the_key_is_that_of_a_chat_with_the_same_options() -> None:
     keys = [(await warm(setup, part(1), **fields)).json()["data"][0]["key"] for fields in ({}, options)]
     await setup.chat(messages=[{"role": "user", "content": [part(1)]}], **options)
     assert setup.backend.requests[0].media[0].key == keys[1]
+    assert (setup.backend.requests[0].fingerprint, setup.backend.requests[0].wire_dtype) == ("f" * 64, "float32")
     assert keys[0] != keys[1]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from common.embedding_cache import FleetFacts
+from common.embedding import FleetFacts
 from common.errors import EncoderUnavailable, Overloaded, TandemError, UnsupportedMedia
 from common.messages import LoadReport, MediaOptions, ProbeRequest, VideoFacts
 from tests.gateway_svc.fake_services import FACTS, FINGERPRINT, FakeCache, FakeFleet, fake_fleet
@@ -27,13 +27,13 @@ def num_probes(world: FakeFleet) -> int:
 
 async def test_the_fingerprint_is_that_of_a_ready_encoder_and_is_remembered_in_redis() -> None:
     async with fake_fleet(num_encoders=2) as world:
-        assert await world.fleet.fingerprint() == FINGERPRINT
-        await world.until(lambda: world.cache.fleet == FleetFacts(FINGERPRINT))
+        assert await world.fleet.fleet_facts() == FleetFacts(FINGERPRINT, "float32")
+        await world.until(lambda: world.cache.fleet == FleetFacts(FINGERPRINT, "float32"))
 
 
 async def test_the_fingerprint_comes_from_redis_when_no_encoder_is_alive() -> None:
-    async with fake_fleet(cache=FakeCache(fleet=FleetFacts("e" * 64))) as world:
-        assert await world.fleet.fingerprint() == "e" * 64
+    async with fake_fleet(cache=FakeCache(fleet=FleetFacts("e" * 64, "bfloat16"))) as world:
+        assert await world.fleet.fleet_facts() == FleetFacts("e" * 64, "bfloat16")
 
 
 async def test_the_fingerprint_outlives_the_last_encoder() -> None:
@@ -41,7 +41,7 @@ async def test_the_fingerprint_outlives_the_last_encoder() -> None:
         world.encoders[0].die()
         await world.until(lambda: not world.fleet.encoders.ready())
         world.cache.fleet = None
-        assert await world.fleet.fingerprint() == FINGERPRINT
+        assert await world.fleet.fleet_facts() == FleetFacts(FINGERPRINT, "float32")
 
 
 async def test_a_fingerprint_that_was_never_known_is_an_error_in_time_however_often_encoders_change() -> None:
@@ -55,7 +55,7 @@ async def test_a_fingerprint_that_was_never_known_is_an_error_in_time_however_of
         flapping = asyncio.create_task(flap())
         async with asyncio.timeout(5):
             with pytest.raises(EncoderUnavailable) as raised:
-                await world.fleet.fingerprint()
+                await world.fleet.fleet_facts()
         flapping.cancel()
         assert raised.value.retry_after_s
 

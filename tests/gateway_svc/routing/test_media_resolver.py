@@ -41,7 +41,9 @@ class FakeCache:
     asked: list[list[str]] = field(default_factory=list)
 
     async def locate(self, expected: Sequence[ExpectedEmbedding]) -> Located:
-        assert all(item.fingerprint == FINGERPRINT and item.grid == (1, 4, 4) for item in expected)
+        assert all(
+            (item.fingerprint, item.dtype, item.grid) == (FINGERPRINT, "bfloat16", (1, 4, 4)) for item in expected
+        )
         self.asked.append([item.key for item in expected])
         asked = set(self.asked[-1])
         return Located(self.keys & asked, {key: owner for key, owner in self.in_work.items() if key in asked})
@@ -98,6 +100,7 @@ async def bench(
                 "r1",
                 items,
                 fingerprint=FINGERPRINT,
+                wire_dtype="bfloat16",
                 encoders=pool,
                 cache=cache if has_cache else None,  # type: ignore[arg-type]
                 deadline=time.monotonic() + deadline_s,

@@ -3,13 +3,15 @@
 import random
 from collections import Counter
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.embedding import FleetFacts
 from gateway_svc.routing.placement import (
     DecoderLoad,
     choose_decoder,
-    fingerprint_of,
+    fleet_facts_of,
     owner_bounded_by_load,
     rendezvous_order,
 )
@@ -100,13 +102,17 @@ def test_the_decoder_that_knows_most_is_always_considered(seed: int, running: li
         assert loads[chosen].cost - (4 if chosen == str(index) else 0) <= loads[str(index)].cost - 4
 
 
+OLD, NEW, OTHER = FleetFacts("a" * 64, "bfloat16"), FleetFacts("b" * 64, "float16"), FleetFacts("c" * 64, "int8")
+
+
 def test_in_a_mixed_fleet_the_fingerprint_is_that_of_most_encoders_that_fit_the_decoder() -> None:
     decoder = hello("decoder", "d", width=192, levels=3)
-    old = [hello(instance_id=f"o{i}", fingerprint="a" * 64, width=192, levels=3) for i in range(2)]
-    new = [hello(instance_id="n", fingerprint="b" * 64, width=192, levels=3)]
-    others = [hello(instance_id=f"x{i}", fingerprint="c" * 64, width=64, levels=3) for i in range(5)]
-    assert fingerprint_of([*others, *new, *old], decoder) == "a" * 64
-    assert fingerprint_of([*others, *new], decoder) == "b" * 64
-    assert fingerprint_of(others, decoder) == "c" * 64, "so that the refusal names the width"
-    assert fingerprint_of([*new, *old[:1]], None) == "a" * 64, "a tie is decided alike by all gateways"
-    assert fingerprint_of([], decoder) is None
+    old = [hello(instance_id=f"o{i}", **msgspec.structs.asdict(OLD), width=192, levels=3) for i in range(2)]
+    new = [hello(instance_id="n", **msgspec.structs.asdict(NEW), width=192, levels=3)]
+    others = [hello(instance_id=f"x{i}", **msgspec.structs.asdict(OTHER), width=64, levels=3) for i in range(5)]
+    assert fleet_facts_of([*others, *new, *old], decoder) == OLD
+    assert fleet_facts_of([*others, *new], decoder) == NEW
+    assert fleet_facts_of(others, decoder) == OTHER, "so that the refusal names the width"
+    assert fleet_facts_of([*new, *old[:1]], None) == OLD, "a tie is decided alike by all gateways"
+    assert fleet_facts_of([], decoder) is None
+    assert fleet_facts_of([hello(fingerprint="a" * 64)], None) is None, "it does not say what it sends"
