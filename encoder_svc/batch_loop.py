@@ -1,8 +1,8 @@
 """Prepared items in, embeddings out: forms batches and hands them to the tower, one after another.
 
-Owns the short wait for items that are still being prepared, the slices of long videos, and the search for the item
-that makes a batch fail. An item that nobody waits for any more is not begun. Runs on the event loop, which it never
-blocks; knows nothing of requests, keys or memory.
+Owns the short wait for items that are still being prepared, the slices of long videos, how many batches are under way
+on a device that runs beside us, and the search for the item that makes a batch fail. An item that nobody waits for any
+more is not begun. Runs on the event loop, which it never blocks; knows nothing of requests, keys or memory.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from common.errors import ModelFailure, TandemError
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.vision_grid import num_patches
 from encoder_svc.batcher import Batcher, Piece
+from encoder_svc.device_clock import DeviceClock, ForwardUnderWay
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.runner import TowerItem, TowerRunner
 from encoder_svc.slices import Joining, cut
@@ -30,7 +31,8 @@ BATCH_PATCHES = Histogram(
 QUEUE_SECONDS = Histogram(
     "tandem_encoder_queue_seconds", "Time that a prepared item waits for its forward", buckets=SECONDS_BUCKETS
 )
-COMPUTE_SECONDS = Counter("tandem_encoder_compute_seconds_total", "Time that the compute thread has worked")
+COMPUTE_SECONDS = Counter("tandem_encoder_compute_seconds_total", "Time that the tower has worked")
+IN_FLIGHT = Gauge("tandem_encoder_batches_in_flight", "Batches begun and not answered")
 PATCHES_PER_SECOND = Gauge("tandem_encoder_patches_per_second", "Patches a second of the last forwards")
 
 STALL_FACTOR = 20
@@ -69,6 +71,7 @@ class _Ready:
     queued_at: float
     began_at: float | None = None
     joining: Joining = field(init=False)
+    is_joining: asyncio.Lock = field(default_factory=asyncio.Lock)  # slices in their order, one at a time
 
     def __post_init__(self) -> None:
         self.joining = Joining(self.item.grid)
@@ -88,9 +91,8 @@ class BatchLoop:
         )
         self._changed = asyncio.Event()
         self._num_coming = 0
-        self._running_patches = 0
-        self._began_at: float | None = None
-        self._busy_s = 0.0
+        self._batches: set[asyncio.Task[None]] = set()  # begun and not answered
+        self._clock = DeviceClock()
 
     @property
     def num_waiting(self) -> int:
@@ -99,15 +101,14 @@ class BatchLoop:
 
     def busy_s_at(self, now: float) -> float:
         """Seconds that forwards have taken since the start, the one that runs included."""
-        return self._busy_s + (now - self._began_at if self._began_at is not None else 0.0)
+        return self._clock.busy_s_at(now)
 
     def is_stalled(self, now: float) -> bool:
-        """Whether a forward runs for longer than the largest legal one takes, many times over."""
-        if self._began_at is None:
-            return False
+        """Whether nothing went on for longer than the largest legal forward takes, many times over."""
         rate = self._runner.patches_per_s
-        largest_s = max(self._limits.max_patches, self._running_patches) / rate if rate else STALL_AT_MOST_S
-        return now - self._began_at > min(max(STALL_FACTOR * largest_s, STALL_AT_LEAST_S), STALL_AT_MOST_S)
+        largest_s = max(self._limits.max_patches, self._clock.largest_patches) / rate if rate else STALL_AT_MOST_S
+        limit_s = min(max(STALL_FACTOR * largest_s, STALL_AT_LEAST_S), STALL_AT_MOST_S)
+        return self._clock.silent_s_at(now) > limit_s
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
@@ -135,14 +136,33 @@ class BatchLoop:
 
     async def run(self) -> None:
         """Run batches until cancelled."""
-        while True:
-            if not self._batcher:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            await self._wait_for_more()
-            if batch := self._batcher.next_batch():
-                await self._run_batch(batch)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                if not self._batcher or not self._has_room:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    continue
+                await self._wait_for_more()
+                if batch := self._batcher.next_batch():
+                    task = tasks.create_task(self._run_batch(batch, self._begin(batch)), name="batch")
+                    self._batches.add(task)
+                    IN_FLIGHT.set(len(self._batches))
+                    task.add_done_callback(self._on_answered)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the tower should be given its next batch.
+
+        While it computes only one that is full: another would become no earlier by it, and might have become larger.
+        """
+        if len(self._batches) >= self._runner.max_in_flight:
+            return False
+        return not self._clock.is_computing or self._batcher.has_full_batch
+
+    def _on_answered(self, task: "asyncio.Task[None]") -> None:
+        self._batches.discard(task)
+        IN_FLIGHT.set(len(self._batches))
+        self._changed.set()
 
     def _max_slice_patches(self) -> float:
         rate = self._runner.patches_per_s or math.inf
@@ -159,38 +179,44 @@ class BatchLoop:
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()
 
-    async def _run_batch(self, batch: list[Piece[_Ready]]) -> None:
-        items = [cut(piece.item.item, piece.first, piece.num_frames) for piece in batch]
-        self._began_at = time.monotonic()
-        self._running_patches = sum(num_patches(item.grid) for item in items)
+    def _begin(self, batch: list[Piece[_Ready]]) -> ForwardUnderWay:
+        """Count a batch as begun, before anything else may look whether the tower has room."""
+        now = time.monotonic()
         for piece in batch:
             if piece.item.began_at is None:
-                piece.item.began_at = self._began_at
-                QUEUE_SECONDS.observe(self._began_at - piece.item.queued_at)
-        BATCH_PATCHES.observe(self._running_patches)
+                piece.item.began_at = now
+                QUEUE_SECONDS.observe(now - piece.item.queued_at)
+        patches = sum(map(_patches_of, batch))
+        BATCH_PATCHES.observe(patches)
+        return self._clock.begin(patches, now)
+
+    async def _run_batch(self, batch: list[Piece[_Ready]], forward: ForwardUnderWay) -> None:
+        items = [cut(piece.item.item, piece.first, piece.num_frames) for piece in batch]
         try:
-            embeddings = await self._runner.run(items)
+            embeddings = await self._runner.run(items, lambda: self._on_computed(forward))
         except Exception as exc:  # the engine lives: every item of the batch is answered
-            self._record_end()
+            self._end(forward)
             await self._run_apart(batch, exc)
             return
-        self._record_end()
+        self._end(forward)
         for piece, embedding in zip(batch, embeddings, strict=True):
             await self._deliver(piece, embedding)
 
-    def _record_end(self) -> None:
-        assert self._began_at is not None
-        seconds = time.monotonic() - self._began_at
-        self._began_at = None
-        self._busy_s += seconds
-        COMPUTE_SECONDS.inc(seconds)
+    def _on_computed(self, forward: ForwardUnderWay) -> None:
+        COMPUTE_SECONDS.inc(self._clock.computed(forward, time.monotonic()))
         PATCHES_PER_SECOND.set(self._runner.patches_per_s)
+        self._changed.set()
+
+    def _end(self, forward: ForwardUnderWay) -> None:
+        self._on_computed(forward)
+        self._clock.end(forward, time.monotonic())
 
     async def _deliver(self, piece: Piece[_Ready], embedding: HeldEmbedding) -> None:
         ready = piece.item
         whole: HeldEmbedding | None = embedding
         if piece.num_frames < ready.item.grid[0]:
-            whole = await asyncio.to_thread(ready.joining.add, embedding)
+            async with ready.is_joining:
+                whole = await asyncio.to_thread(ready.joining.add, embedding)
         if whole is not None and not ready.done.done():
             ready.done.set_result(whole)
 
@@ -198,11 +224,16 @@ class BatchLoop:
         """Find the item that made a batch fail by running halves; the others get their embeddings."""
         if len(batch) > 1:
             middle = len(batch) // 2
-            await self._run_batch(batch[:middle])
-            await self._run_batch(batch[middle:])
+            for half in (batch[:middle], batch[middle:]):
+                await self._run_batch(half, self._begin(half))
             return
         if not isinstance(exc, TandemError):
             logger.error("the tower failed", exc_info=exc)
             exc = ModelFailure("the vision tower failed on this item: report it with the request id")
         if not batch[0].item.done.done():
             batch[0].item.done.set_exception(exc)
+
+
+def _patches_of(piece: Piece[_Ready]) -> int:
+    _, rows, columns = piece.item.item.grid
+    return piece.num_frames * rows * columns

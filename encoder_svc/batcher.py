@@ -68,10 +68,19 @@ class Batcher(Generic[T]):
     @property
     def is_full(self) -> bool:
         """Whether waiting longer could not make the next batch larger."""
-        if self._long and (self._is_turn_of_long or not self._whole):
-            return True
+        return self._is_slice_next or self.has_full_batch
+
+    @property
+    def has_full_batch(self) -> bool:
+        """Whether the next batch is of whole items, and what comes later could neither join it nor be before it."""
+        if self._is_slice_next:
+            return False
         patches = sum(waiting.num_patches for waiting in self._whole)
         return len(self._whole) >= self._max_items or patches >= self._max_patches
+
+    @property
+    def _is_slice_next(self) -> bool:
+        return bool(self._long) and (self._is_turn_of_long or not self._whole)
 
     @property
     def _slice_patches(self) -> int:
@@ -89,7 +98,7 @@ class Batcher(Generic[T]):
         A slice of a long item runs alone and takes turns with batches of the others.
         """
         self.drop_unwanted()
-        is_long = bool(self._long) and (self._is_turn_of_long or not self._whole)
+        is_long = self._is_slice_next
         self._is_turn_of_long = not is_long
         return [self._next_slice()] if is_long else self._next_whole()
 

@@ -32,7 +32,7 @@ from encoder_svc.runner import TowerItem, TowerRunner
 Prepare = Callable[[EncodeRequest, memoryview, Callable[[], bool]], PreparedMedia]
 MAX_PROBES = 64
 VIDEO_NICENESS = 10  # a tenth of a core that a forward wants too
-BATCHES_AHEAD = 2  # prepared or being prepared: one that runs, and the next
+BATCHES_AHEAD = 1  # prepared or being prepared, besides those that run
 
 T = TypeVar("T")
 
@@ -106,7 +106,8 @@ class EncodePipeline:
             "image": ThreadPoolExecutor(preprocess_threads, thread_name_prefix="image"),
             "video": ThreadPoolExecutor(video_threads, thread_name_prefix="video", initializer=_give_way),
         }
-        self._gates = {name: PatchGate(BATCHES_AHEAD * batch_limits.max_patches) for name in self._pools}
+        max_ahead = (BATCHES_AHEAD + runner.max_in_flight) * batch_limits.max_patches
+        self._gates = {name: PatchGate(max_ahead) for name in self._pools}
         self._num_probes = 0
         self._flights: dict[str, _Flight] = {}
         self.batches = BatchLoop(runner, batch_limits)

@@ -1,13 +1,13 @@
-"""The forward pass: prepared items in, embeddings with headers out. The one thread that touches the device.
+"""The forward pass: prepared items in, embeddings with headers out.
 
-Owns the tower and its compute thread; packs items into one varlen batch, splits the result and turns it into payload
-bytes in the wire dtype. Knows nothing of sockets, requests or caches.
+Owns the tower, its compute thread, which alone launches forwards, and where a device runs beside them a second thread,
+which waits for their results. Packs items into one varlen batch, splits the rows and turns them into payload bytes in
+the wire dtype. Knows nothing of sockets, requests or caches.
 """
 
 import asyncio
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +22,11 @@ from common.rate import RateMeter
 from common.tensors import DTYPES, check_finite, payload_of
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.model.vision import VisionTower
+from encoder_svc.tower_device import Launched, TowerDevice, device_of
 
-FORWARD_SECONDS = Histogram("tandem_encoder_forward_seconds", "Time of one tower forward", buckets=SECONDS_BUCKETS)
+FORWARD_SECONDS = Histogram(
+    "tandem_encoder_forward_seconds", "Time of one tower forward on its device", buckets=SECONDS_BUCKETS
+)
 BATCH_ITEMS = Histogram("tandem_encoder_batch_items", "Items in one forward", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
 ATTENTION = Gauge("tandem_encoder_attention", "1 for the attention kernel that the tower uses", ["backend"])
 PATCHES = Counter("tandem_encoder_patches_total", "Patches that went through the tower")
@@ -39,34 +42,55 @@ class TowerItem:
 
 
 class TowerRunner:
-    """Runs the tower in its own thread."""
+    """Runs the tower, in the order in which it is asked. `device` is told by tests; else it follows from the tower."""
 
-    def __init__(self, tower: VisionTower, *, fingerprint: str, wire_dtype: WireDtype) -> None:
+    def __init__(
+        self, tower: VisionTower, *, fingerprint: str, wire_dtype: WireDtype, device: TowerDevice | None = None
+    ) -> None:
         self._tower = tower
         self._fingerprint = fingerprint
         self._wire_dtype: WireDtype = wire_dtype
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
+        self._device = device or device_of(self._forward, tower.device)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="tower")
+        # Where a forward is over when it was launched, a second thread would only take cores from the next one.
+        is_behind = self._device.max_in_flight > 1
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="tower-results") if is_behind else self._compute
         ATTENTION.labels(tower.attention.name).set(1)
         self._rate = RateMeter()
-        self.started_at: float | None = None  # when the forward that runs now began, for the liveness probe
 
     @property
     def patches_per_s(self) -> float:
         """The rate of warm, full batches; 0 before the first."""
         return self._rate.per_s
 
-    async def run(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
-        """Embeddings of the items, in order. Raises ModelFailure for values that are not finite."""
-        self.started_at = time.monotonic()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, items)
-        finally:
-            self._record(items, time.monotonic() - self.started_at)
-            self.started_at = None
+    @property
+    def max_in_flight(self) -> int:
+        """Runs that may be begun and not be over."""
+        return self._device.max_in_flight
+
+    async def run(
+        self, items: Sequence[TowerItem], on_computed: Callable[[], None] = lambda: None
+    ) -> list[HeldEmbedding]:
+        """Embeddings of the items, in order. Raises ModelFailure for values that are not finite.
+
+        `on_computed` is called, on the event loop, when the device could begin the next forward.
+        """
+        loop = asyncio.get_running_loop()
+
+        def note_computed(seconds: float) -> None:
+            self._record(items, seconds)
+            on_computed()
+
+        def on_device(seconds: float) -> None:
+            loop.call_soon_threadsafe(note_computed, seconds)
+
+        launching = loop.run_in_executor(self._compute, self._launch, items, on_device)
+        return await asyncio.wrap_future(await launching)
 
     def close(self) -> None:
-        """Let the thread end after the forward that runs."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let the threads end after the forwards that run."""
+        for thread in (self._compute, self._results):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _record(self, items: Sequence[TowerItem], seconds: float) -> None:
         patches = sum(item.pixel_values.shape[0] for item in items)
@@ -75,23 +99,32 @@ class TowerRunner:
         PATCHES.inc(patches)
         self._rate.add(patches, seconds)
 
-    def _forward(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
-        pixel_values = [torch.from_numpy(item.pixel_values) for item in items]
-        with torch.inference_mode():
-            packed = self._on_the_wire(self._tower(pixel_values, [item.grid for item in items]))
-        merge = self._tower.config.spatial_merge_size**2
-        rows = [item.pixel_values.shape[0] // merge for item in items]
-        # Each item gets memory of its own, so that freeing one does not wait for the others of its batch.
-        parts = torch.split(packed, rows) if len(items) > 1 else (packed,)
-        return [
-            self._held(item, part.clone() if len(items) > 1 else part) for item, part in zip(items, parts, strict=True)
-        ]
+    def _launch(self, items: Sequence[TowerItem], on_device: Callable[[float], None]) -> "Future[list[HeldEmbedding]]":
+        launched = self._device.launch([item.pixel_values for item in items], [item.grid for item in items])
+        return self._results.submit(self._finish, items, launched, on_device)
 
-    def _on_the_wire(self, embeddings: Tensor) -> Tensor:
-        """`[V, width]` in the wire dtype, or packed rows for int8, on the CPU."""
+    def _finish(
+        self, items: Sequence[TowerItem], launched: Launched, on_device: Callable[[float], None]
+    ) -> list[HeldEmbedding]:
+        try:
+            on_device(launched.computed())
+            packed, is_lent = launched.rows()
+            merge = self._tower.config.spatial_merge_size**2
+            parts = torch.split(packed, [item.pixel_values.shape[0] // merge for item in items])
+            # Each item gets memory of its own, so that freeing one does not wait for the others of its batch.
+            is_shared = is_lent or len(items) > 1
+            return [
+                self._held(item, part.clone() if is_shared else part) for item, part in zip(items, parts, strict=True)
+            ]
+        finally:
+            launched.release()
+
+    def _forward(self, pixel_values: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
+        """`[V, width]` in the wire dtype, or packed rows for int8, on the tower's device."""
+        embeddings: Tensor = self._tower(pixel_values, grids)
         if self._wire_dtype == "int8":
-            return pack_rows(embeddings, self._tower.num_levels).cpu()
-        return embeddings.to(device="cpu", dtype=DTYPES[self._wire_dtype])
+            return pack_rows(embeddings, self._tower.num_levels)
+        return embeddings.to(DTYPES[self._wire_dtype])
 
     def _held(self, item: TowerItem, embedding: Tensor) -> HeldEmbedding:
         # A value that is not finite shows in its scale.

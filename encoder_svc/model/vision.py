@@ -91,7 +91,7 @@ class VisionTower(nn.Module):
         """
         self.check_input(pixel_values, grid_thw)
         lengths = [h * w for t, h, w in grid_thw for _ in range(t)]
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
+        cu_seqlens = _sent(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), self.device)
         rotary = self._frame_tables.rotary(self.pos_embed.weight, grid_thw)
         hidden = self._embed([pixel_values] if isinstance(pixel_values, Tensor) else pixel_values, grid_thw)
 
@@ -150,6 +150,13 @@ class VisionTower(nn.Module):
                 raise InvalidRequest(
                     f"grid {t}x{h}x{w} has rows or columns that {merge_size} does not divide; resize it"
                 )
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device. Without page-locked memory a GPU's copy would wait for what runs there."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _check_config(config: Qwen3VLVisionConfig) -> None:

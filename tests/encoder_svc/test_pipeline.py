@@ -40,11 +40,11 @@ class FakeRunner:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fails_on: Callable[[Sequence[TowerItem]], Exception | None] = lambda items: None
     patches_per_s: float = 100.0
-    started_at: float | None = None
+    max_in_flight: int = 1
     num_bytes: int = 1024
     is_closed: bool = False
 
-    async def run(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
+    async def run(self, items: Sequence[TowerItem], on_computed: Callable[[], None]) -> list[HeldEmbedding]:
         self.batches.append([item.key for item in items])
         await self.gate.wait()
         if (error := self.fails_on(items)) is not None:

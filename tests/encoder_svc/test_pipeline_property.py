@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,10 +46,14 @@ class Runner:
     store: EmbeddingStore
     check: Callable[[], None] = lambda: None
     patches_per_s: float = 1e4
+    max_in_flight: int = 1
+    num_in_flight: int = 0
     forwards: list[list[tuple[str, int]]] = field(default_factory=list)
 
-    async def run(self, items: Sequence[TowerItem]) -> list[HeldEmbedding]:
+    async def run(self, items: Sequence[TowerItem], on_computed: Callable[[], None]) -> list[HeldEmbedding]:
         self.check()
+        self.num_in_flight += 1
+        assert self.num_in_flight <= self.max_in_flight
         patches = sum(num_patches(item.grid) for item in items)
         assert patches <= MAX_PATCHES or len(items) == 1
         assert len(items) <= MAX_ITEMS
@@ -56,8 +61,11 @@ class Runner:
         assert all(self.store.get(item.key) is None for item in items), "encoded although it is held"
         assert all(item.pixel_values.shape[0] == num_patches(item.grid) for item in items)
         self.forwards.append([(item.key, item.grid[0]) for item in items])
-        for _ in range(3):
+        for turn in range(6):
             await asyncio.sleep(0)
+            if turn == 2:
+                on_computed()
+        self.num_in_flight -= 1
         return [
             held(
                 int(item.key, 16),
@@ -126,7 +134,7 @@ class World:
         assert pipeline.queued_patches <= MAX_QUEUED_PATCHES
         assert pipeline.queued_bytes <= MAX_QUEUED_BYTES
         for gate in pipeline._gates.values():
-            assert gate.inside <= 2 * MAX_PATCHES
+            assert gate.inside <= (1 + self.runner.max_in_flight) * MAX_PATCHES
 
     async def ask(self, arrival: Arrival) -> None:
         request = EncodeRequest(
@@ -170,9 +178,9 @@ async def leave(task: "asyncio.Task[None]", arrival: Arrival) -> None:
         pass
 
 
-async def play(arrivals: list[Arrival]) -> World:
+async def play(arrivals: list[Arrival], max_in_flight: int) -> World:
     store = EmbeddingStore(HOLD_BYTES, 60.0)
-    runner = Runner(store)
+    runner = Runner(store, max_in_flight=max_in_flight)
     pipeline = EncodePipeline(
         prepare=prepare,
         runner=runner,  # type: ignore[arg-type]
@@ -214,9 +222,9 @@ async def play(arrivals: list[Arrival]) -> World:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ARRIVALS)
-def test_whatever_arrives_is_answered_once_and_leaves_nothing(arrivals: list[Arrival]) -> None:
-    world = asyncio.run(play(arrivals))
+@given(ARRIVALS, st.sampled_from([1, 2]))
+def test_whatever_arrives_is_answered_once_and_leaves_nothing(arrivals: list[Arrival], max_in_flight: int) -> None:
+    world = asyncio.run(play(arrivals, max_in_flight))
     store, pipeline = world.store, world.pipeline
     for number in range(6):
         store.release(f"r{number}")
@@ -239,9 +247,10 @@ def bytes_of_all(numbers: set[int]) -> int:
     return sum(bytes_of(grid_of(number)) for number in numbers)
 
 
-async def test_sixty_four_requests_for_three_items_encode_each_once() -> None:
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_sixty_four_requests_for_three_items_encode_each_once(max_in_flight: int) -> None:
     arrivals = [Arrival(number % 3, number % 6, number % 4, None, False, None, False) for number in range(64)]
-    world = await play(arrivals)
+    world = await play(arrivals, max_in_flight)
     assert [outcome for outcome in world.outcomes if not isinstance(outcome, Encoded)] == []
     frames = [number for forward in world.runner.forwards for number in forward]
     assert sorted(frames) == sorted([(key(0), 1), (key(2), 1), (key(1), 2), (key(1), 2), (key(1), 1)])

@@ -267,9 +267,9 @@ def hold_the_tower(bench: Bench) -> asyncio.Event:
     gate = asyncio.Event()
     run = bench.parts.runner.run
 
-    async def run_later(items: Any) -> Any:
+    async def run_later(items: Any, on_computed: Any) -> Any:
         await gate.wait()
-        return await run(items)
+        return await run(items, on_computed)
 
     bench.parts.runner.run = run_later  # type: ignore[method-assign]
     return gate

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ def note_forwards(bench: Bench) -> list[list[str]]:
     forwards: list[list[str]] = []
     run = bench.parts.runner.run
 
-    async def noting(items: Sequence[TowerItem]) -> list[HeldEmbedding]:
+    async def noting(items: Sequence[TowerItem], on_computed: Callable[[], None]) -> list[HeldEmbedding]:
         forwards.append([item.key for item in items])
-        return await run(items)
+        return await run(items, on_computed)
 
     bench.parts.runner.run = noting  # type: ignore[method-assign]
     return forwards
@@ -177,8 +177,8 @@ def hold(bench: Bench, gate: asyncio.Event) -> None:
     """Keep an encoder's forwards from beginning until the gate opens."""
     run = bench.parts.runner.run
 
-    async def later(items: Sequence[TowerItem]) -> list[HeldEmbedding]:
+    async def later(items: Sequence[TowerItem], on_computed: Callable[[], None]) -> list[HeldEmbedding]:
         await gate.wait()
-        return await run(items)
+        return await run(items, on_computed)
 
     bench.parts.runner.run = later  # type: ignore[method-assign]
