@@ -76,6 +76,7 @@ async def open_encoder(settings: EncoderSettings) -> EncoderServer:
         device=str(loaded.tower.device),
         dtype=str(loaded.tower.dtype),
         attention=loaded.tower.attention.name,
+        compiled=settings.compile_tower,
         control=control.endpoint,
         data=data.endpoint,
     )
@@ -87,7 +88,13 @@ def _load(settings: EncoderSettings) -> _Loaded:
     processor = ProcessorConfig.load(checkpoint_dir)
     use_threads(settings.threads)
     dtype = pick_dtype(settings.dtype, read_model_config(checkpoint_dir).dtype)
-    tower = load_vision_tower(checkpoint_dir, dtype=dtype, device=pick_device(settings.device), processor=processor)
+    tower = load_vision_tower(
+        checkpoint_dir,
+        dtype=dtype,
+        device=pick_device(settings.device),
+        processor=processor,
+        is_compiled=settings.compile_tower,
+    )
     wire_dtype = settings.wire_dtype or dtype_name(dtype)
     hello = Hello(
         role="encoder",

@@ -30,6 +30,11 @@ class EncoderSettings(CommonSettings):
     dtype: DtypeName = "auto"
     """Compute dtype of the vision tower: auto takes the checkpoint's."""
 
+    compile_tower: bool = False
+    """Let torch.compile make the tower's layers at start, which takes a minute or more: the same results within
+    rounding in fewer kernels. For GPUs; on a CPU the kernels that are used otherwise are faster. Needs a C++ compiler
+    on the machine, which our images have not, and on a GPU Triton; where it fails the encoder does not start."""
+
     wire_dtype: WireDtype | None = None
     """Dtype of the embeddings on the wire and in Redis; by default the compute dtype. int8 takes half the bytes of
     bfloat16, with a scale for each row and level, and costs some accuracy."""

@@ -5,7 +5,7 @@ over tiles of rows, whose intermediates stay in a CPU's cache. Knows nothing of 
 arguments. Runs in the compute thread. Legend: `P` packed patches, `C` hidden size, `R` rows of one tile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,9 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config)
         self.mlp = VisionMLP(config)
         self._widest = max(3 * config.hidden_size, config.intermediate_size)
+        # What treats each row alone is compiled as a function of the block, so that all blocks share its graph.
+        self.enter: Callable[..., None] = enter_block
+        self.leave: Callable[..., None] = leave_block
 
     def forward(
         self,
@@ -109,13 +112,22 @@ class VisionBlock(nn.Module):
         tiles = list(row_tiles(len(hidden), self._widest * hidden.element_size(), hidden.device))
         qkv = self.attn.empty_qkv(hidden)
         for rows in tiles:
-            self.attn.project(self.norm1(hidden[rows]), cos[rows], sin[rows], qkv[rows])
+            self.enter(self, hidden[rows], cos[rows], sin[rows], qkv[rows])
         q, k, v = qkv.unbind(1)
         mixed = attention.attend(q, k, v, cu_seqlens, lengths)
         for rows in tiles:
-            some = hidden[rows]
-            some += self.attn.proj(mixed[rows].flatten(1))
-            some += self.mlp(self.norm2(some))
+            self.leave(self, hidden[rows], mixed[rows].flatten(1))  # in one layout, whatever the attention's is
+
+
+def enter_block(block: VisionBlock, hidden: Tensor, cos: Tensor, sin: Tensor, qkv: Tensor) -> None:
+    """What comes before the attention: `hidden` [R, C] to `qkv` [R, 3, heads, head_dim], written."""
+    block.attn.project(block.norm1(hidden), cos, sin, qkv)
+
+
+def leave_block(block: VisionBlock, hidden: Tensor, mixed: Tensor) -> None:
+    """What comes behind the attention: its projected rows `mixed` [R, C] and the MLP are added to `hidden` [R, C]."""
+    hidden += block.attn.proj(mixed)
+    hidden += block.mlp(block.norm2(hidden))
 
 
 class PatchMerger(nn.Module):
@@ -131,17 +143,20 @@ class PatchMerger(nn.Module):
         self.norm = nn.LayerNorm(self.joined_size if has_joined_norm else config.hidden_size, eps=NORM_EPS)
         self.linear_fc1 = Linear(self.joined_size, self.joined_size, ACTIVATIONS["gelu"])
         self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size)
+        self.merge: Callable[..., Tensor] = merge_rows
 
     def forward(self, hidden: Tensor, out: Tensor) -> None:
         """[P, C] -> `out` [P / m**2, out_hidden], written; the GELU between the two layers is the exact one."""
         joined = hidden.view(-1, self.joined_size)
         for rows in row_tiles(len(joined), self.joined_size * hidden.element_size(), hidden.device):
-            out[rows] = self._merge(joined[rows])
+            out[rows] = self.merge(self, joined[rows])
 
-    def _merge(self, joined: Tensor) -> Tensor:
-        if self.has_joined_norm:
-            normed = self.norm(joined)
-        else:
-            normed = self.norm(joined.view(-1, self.norm.normalized_shape[0])).view_as(joined)
-        merged: Tensor = self.linear_fc2(self.linear_fc1(normed))
-        return merged
+
+def merge_rows(merger: PatchMerger, joined: Tensor) -> Tensor:
+    """[R, C * m**2] -> [R, out_hidden]."""
+    if merger.has_joined_norm:
+        normed = merger.norm(joined)
+    else:
+        normed = merger.norm(joined.view(-1, merger.norm.normalized_shape[0])).view_as(joined)
+    merged: Tensor = merger.linear_fc2(merger.linear_fc1(normed))
+    return merged

@@ -1,0 +1,114 @@
+"""The compiled tower: the results of the other one, one graph for all sizes, and no start where it cannot be made."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.messages import Grid
+from encoder_svc.model.compiled import compile_tower, run_all_graphs
+from encoder_svc.model.vision import VisionTower
+from encoder_svc.model.weights import load_vision_tower
+from encoder_svc.runner import TowerItem, TowerRunner
+from tests.encoder_svc.embeddings import FINGERPRINT, key
+from tests.encoder_svc.towers import tiny_tower
+
+GRIDS: list[list[Grid]] = [[(1, 4, 4)], [(1, 2, 2)], [(1, 16, 24), (3, 4, 6)], [(2, 2, 2), (1, 8, 8), (1, 2, 2)]]
+
+
+def uncompiled(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+    """A compiler that lets a graph run as it was captured."""
+    return graph.forward
+
+
+def num_compilations() -> float:
+    return REGISTRY.get_sample_value("tandem_encoder_compilations_total") or 0.0
+
+
+def pixels(tower: VisionTower, grids: Sequence[Grid]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(t * h * w, tower.patch_width, generator=generator) for t, h, w in grids]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    """What another test compiled is no part of this one."""
+    torch._dynamo.reset()
+
+
+def assert_equal_results(plain: VisionTower, compiled: VisionTower, tolerance: float) -> None:
+    for grids in GRIDS:
+        values = pixels(plain, grids)
+        torch.testing.assert_close(compiled(values, grids), plain(values, grids), rtol=tolerance, atol=tolerance)
+
+
+def test_what_is_captured_is_the_tower_and_no_size_is_captured_apart() -> None:
+    plain, compiled = tiny_tower(), tiny_tower()
+    compile_tower(compiled, uncompiled)
+    before = num_compilations()
+    run_all_graphs(compiled)
+    made = num_compilations() - before
+    assert made >= 4, "before and behind the attention, and both kinds of merger"
+    assert_equal_results(plain, compiled, 1e-6)
+    assert num_compilations() - before == made
+    assert REGISTRY.get_sample_value("tandem_encoder_tower_compiled") == 1
+
+
+async def test_the_compute_thread_compiles_nothing_that_the_start_has_compiled() -> None:
+    compiled = tiny_tower()
+    compile_tower(compiled, uncompiled)
+    run_all_graphs(compiled)
+    before = num_compilations()
+    runner = TowerRunner(compiled, fingerprint=FINGERPRINT, wire_dtype="float32")
+    for grids in GRIDS:
+        items = zip(grids, pixels(compiled, grids), strict=True)
+        await runner.run([TowerItem(key(n), grid, values.numpy()) for n, (grid, values) in enumerate(items)])
+    assert num_compilations() == before
+    runner.close()
+
+
+def test_a_tower_that_cannot_be_compiled_is_a_wrong_setting_and_says_why() -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        raise RuntimeError("no working C++ compiler was found")
+
+    tower = tiny_tower()
+    compile_tower(tower, broken)
+    with pytest.raises(ConfigError, match=r"--compile-tower: .*no working C\+\+ compiler was found"):
+        run_all_graphs(tower)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+def test_inductor_s_tower_gives_the_results_of_the_other_one(
+    tiny_checkpoint: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    plain, compiled = (
+        load_vision_tower(tiny_checkpoint, dtype=dtype, device="cpu", is_compiled=is_compiled)
+        for is_compiled in (False, True)
+    )
+    made = num_compilations()
+    assert made
+    assert_equal_results(plain, compiled, tolerance)
+    assert num_compilations() == made
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+def test_inductor_s_tower_gives_the_results_of_the_other_one_on_a_gpu(
+    tiny_checkpoint: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    plain, compiled = (
+        load_vision_tower(tiny_checkpoint, dtype=dtype, device="cuda", is_compiled=is_compiled)
+        for is_compiled in (False, True)
+    )
+    made = num_compilations()
+    assert_equal_results(plain, compiled, tolerance)
+    assert num_compilations() == made
