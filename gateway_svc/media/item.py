@@ -13,11 +13,15 @@ from common.messages import Grid, MediaOptions, Modality, VideoFacts
 
 @dataclass(frozen=True)
 class MediaReference:
-    """A media part of a request, in prompt order. `param` is its place, such as `messages[0].content[1]`."""
+    """A media part of a request, in prompt order. `param` is its place, such as `messages[0].content[1]`.
+
+    `is_low_detail` says that few pixels of it are enough.
+    """
 
     url: str = field(repr=False)
     modality: Modality
     param: str
+    is_low_detail: bool = False
 
 
 class MediaSource(Protocol):

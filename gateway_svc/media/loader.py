@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.errors import InvalidRequest, MediaTooLarge, Overloaded, TandemError
 from common.image_header import DEFAULT_MAX_CANVAS_PIXELS, read_image_header
 from common.media_key import media_key
@@ -28,6 +30,7 @@ from gateway_svc.media.url_cache import KnownMedia, UrlCache
 
 URL_LOOKUPS = Counter("tandem_gateway_media_urls_total", "Media URLs by whether the file was known", ["outcome"])
 # Below this, hashing (about 1 GB/s) takes less time than a thread's start.
+LOW_DETAIL_PIXELS = 512 * 512  # OpenAI's `detail: low` is a picture of that size
 _INLINE_BYTES = 64 << 10
 
 
@@ -144,7 +147,8 @@ class MediaLoader:
         totals = _Totals(self._limits)
 
         async def load_one(reference: MediaReference) -> LoadedMedia:
-            context = _Context(options[reference.modality], fingerprint, cache_salt, deadline, totals)
+            own = _options_of(reference, options[reference.modality])
+            context = _Context(own, fingerprint, cache_salt, deadline, totals)
             async with slots:
                 return await self._load_one(reference, context)
 
@@ -246,6 +250,15 @@ class MediaLoader:
         except TandemError as error:
             raise naming(error, reference.param) from error
         return key, grid, facts
+
+
+def _options_of(reference: MediaReference, options: MediaOptions) -> MediaOptions:
+    """The request's options for its media, narrowed by the item's own wish."""
+    if not reference.is_low_detail:
+        return options
+    largest = min(LOW_DETAIL_PIXELS, options.max_pixels or LOW_DETAIL_PIXELS)
+    smallest = None if options.min_pixels is None else min(options.min_pixels, largest)
+    return msgspec.structs.replace(options, min_pixels=smallest, max_pixels=largest)
 
 
 def _entry(reference: MediaReference, context: _Context) -> Hashable:

@@ -93,7 +93,7 @@ async def _warm(service: TextService, body: WarmRequest) -> list[dict[str, Any]]
 
 def _reference(part: ImagePart | VideoPart, index: int) -> MediaReference:
     if isinstance(part, ImagePart):
-        return MediaReference(part.image_url.take(), "image", f"media[{index}]")
+        return MediaReference(part.image_url.take(), "image", f"media[{index}]", part.image_url.detail == "low")
     return MediaReference(part.video_url.take(), "video", f"media[{index}]")
 
 

@@ -40,7 +40,7 @@ def _url_object(value: object) -> object:
 
 
 class MediaUrl(StrictModel):
-    """Where media is: a data URI or an http(s) URL. `detail` is accepted; the model has one resolution rule."""
+    """Where media is: a data URI or an http(s) URL. An image of `detail` "low" is seen in at most 512 x 512 pixels."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None

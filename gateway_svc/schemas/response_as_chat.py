@@ -125,7 +125,7 @@ def _part(part: InputText | InputRefusal | InputImage | InputVideo) -> dict[str,
     if isinstance(part, InputRefusal):
         return {"type": "text", "text": part.refusal}
     if isinstance(part, InputImage):
-        return {"type": "image_url", "image_url": {"url": part.image_url}}
+        return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
     return {"type": "video_url", "video_url": {"url": part.video_url}}
 
 

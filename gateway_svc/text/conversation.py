@@ -136,7 +136,8 @@ def _part(
     if isinstance(part, RefusalPart):
         return {"type": "text", "text": part.refusal}
     if isinstance(part, ImagePart):
-        references.append(MediaReference(part.image_url.take(), "image", param))
+        is_low_detail = part.image_url.detail == "low"
+        references.append(MediaReference(part.image_url.take(), "image", param, is_low_detail))
         return {"type": "image"}
     references.append(MediaReference(part.video_url.take(), "video", param))
     return {"type": "video"}

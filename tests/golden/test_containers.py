@@ -80,7 +80,7 @@ def test_a_golden_video_in_a_file_gives_the_golden_frames_times_and_patches(
 def moved(data: bytes, container: str) -> bytes:
     """The same packets in another container."""
     buffer = io.BytesIO()
-    with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format=container) as output:
+    with av.open(io.BytesIO(data), "r") as source, av.open(buffer, "w", format=container) as output:
         stream = source.streams.video[0]
         copy = output.add_stream_from_template(stream)
         for packet in source.demux(stream):

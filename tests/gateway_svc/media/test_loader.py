@@ -4,8 +4,10 @@ import asyncio
 import base64
 import io
 import json
+import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ from gateway_svc.media.data_uri import decode_data_uri
 from gateway_svc.media.fetch import FetchLimits, MediaFetcher
 from gateway_svc.media.item import MediaReference
 from gateway_svc.media.loader import MediaLimits, MediaLoader
-from tests.gateway_svc.fake_backend import CONFIG, FakeBackend, harness
+from tests.gateway_svc.fake_backend import CONFIG, MODEL, FakeBackend, harness
 from tests.paths import SHARED, needs_shared
 
 DATA = bytes(range(256))
@@ -228,6 +230,43 @@ async def test_options_reach_the_grid_and_the_key_and_stay_within_the_model_s_li
     assert (plain.grid, small.grid, huge.grid) == ((1, 32, 32), (1, 16, 16), (1, 32, 32))
     assert small.key != plain.key
     assert with_fps.key == plain.key
+
+
+async def test_an_image_of_low_detail_has_no_more_pixels_than_512_by_512_and_a_key_of_its_own() -> None:
+    wide = msgspec.structs.replace(CONFIG, image=msgspec.structs.replace(CONFIG.image, max_pixels=1 << 22))
+    media = MediaLoader(FakeBackend(), wide, MediaFetcher(FetchLimits()), MediaLimits())
+    url = data_uri(png(1024, 768))
+    options = [MediaOptions(), MediaOptions(max_pixels=1 << 16), MediaOptions(min_pixels=1 << 20, max_pixels=1 << 21)]
+    settings: dict[str, Any] = {"fingerprint": "f" * 64, "cache_salt": None, "deadline": 1e9}
+    references = [MediaReference(url, "image", "a"), MediaReference(url, "image", "b", is_low_detail=True)]
+    keys, pixels = set(), []
+    for wished in options:
+        plain, low = await media.load(references, {"image": wished}, **settings)
+        keys.update((plain.key, low.key))
+        pixels.append((256 * math.prod(plain.grid), 256 * math.prod(low.grid)))
+    assert pixels[0][0] == 1024 * 768
+    assert all(low <= 512 * 512 for _, low in pixels)
+    assert pixels[1][0] == pixels[1][1] <= 1 << 16, "what a request limits further stays so"
+    assert pixels[2][0] > 1 << 20
+    assert len(keys) == 5
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+async def test_the_detail_of_a_request_reaches_its_picture(route: str) -> None:
+    setup = harness()
+    url = data_uri(png())
+    for detail in ("auto", "high", "low"):
+        if route == "chat":
+            part: dict[str, Any] = image_part({"url": url, "detail": detail})
+            response = await setup.chat(messages=[{"role": "user", "content": [part]}])
+        else:
+            part = {"type": "input_image", "image_url": url, "detail": detail}
+            body = {"model": MODEL, "input": [{"role": "user", "content": [part]}]}
+            response = await setup.client.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+    auto, high, low = (media[0] for media in setup.backend.media)
+    assert auto.options == high.options == MediaOptions()
+    assert low.options == MediaOptions(max_pixels=512 * 512)
 
 
 @pytest.mark.parametrize("kwargs", [{"fps": 1.0, "num_frames": 4}, {"min_pixels": 9, "max_pixels": 8}])
