@@ -29,6 +29,7 @@ _OLD_MOV_ATOMS = (b"moov", b"mdat", b"wide", b"free", b"skip")  # QuickTime file
 # Browsers and ffmpeg play GIF frames that claim 10 ms or less at 100 ms.
 _GIF_SHORTEST_MS = 10
 _GIF_DEFAULT_MS = 100
+LARGEST_RATE_ERROR = 0.1  # of a stated rate: a file of few frames says little of its rate
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,39 @@ class _Stopwatch:
             )
 
 
+class _Pace:
+    """How fast the frames of a container really play.
+
+    The header of a file of variable rate may state the rate that its clock allows: 10 for a WebM whose frames are half
+    a second apart. Such a header is not believed. Where both agree the header's number is the exact one, since times
+    of Matroska are rounded to milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._num_frames = 0
+        self._first_s: float | None = None
+        self._end_s = 0.0
+
+    def add(self, frame: "av.VideoFrame") -> None:
+        """The next frame; one without a time says nothing."""
+        if frame.pts is None or frame.time_base is None:
+            return
+        time_s = float(frame.pts * frame.time_base)
+        self._num_frames += 1
+        if self._first_s is None:
+            self._first_s = time_s
+        self._end_s = time_s + float((frame.duration or 0) * frame.time_base)
+
+    def agreed(self, stated: float | None) -> float | None:
+        """The stated frames a second, or those that were seen where these are others."""
+        if self._first_s is None or self._num_frames < 2 or self._end_s <= self._first_s:
+            return stated
+        seen = self._num_frames / (self._end_s - self._first_s)
+        if stated is not None and abs(stated / seen - 1) <= LARGEST_RATE_ERROR:
+            return stated
+        return seen
+
+
 class _ContainerSource:
     """MP4 or WebM through PyAV."""
 
@@ -130,10 +164,11 @@ class _ContainerSource:
         self._data = data
         self._demuxer = demuxer
         self._limits = limits
-        self._fps: float | None = None
+        self._stated_fps: float | None = None
+        self._pace = _Pace()
 
     def fps(self) -> float | None:
-        return self._fps
+        return self._pace.agreed(self._stated_fps)
 
     def frames(self) -> Iterator[DecodedFrame]:
         stopwatch = _Stopwatch(self._limits)
@@ -143,6 +178,7 @@ class _ContainerSource:
                 stopwatch.check()
                 for frame in _decoded(stream.codec_context, packet):
                     stopwatch.check()
+                    self._pace.add(frame)
                     yield _upright(frame)
 
     def _open(self) -> "av.container.InputContainer":
@@ -177,7 +213,7 @@ class _ContainerSource:
         context.thread_type = "SLICE"
         context.options = {"max_pixels": str(self._limits.max_canvas_pixels)}
         rate = stream.average_rate or stream.guessed_rate
-        self._fps = float(rate) if rate else None
+        self._stated_fps = float(rate) if rate else None
         return stream
 
 

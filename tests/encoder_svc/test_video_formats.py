@@ -1,6 +1,7 @@
 """The table of video formats: each container and codec, lists of JPEG frames, and files that are cut or are none."""
 
 import io
+from collections.abc import Sequence
 from fractions import Fraction
 
 import av
@@ -147,6 +148,43 @@ def test_reading_stops_when_nobody_waits_any_more(name: str) -> None:
     with pytest.raises(Cancelled, match="nobody waits"):
         probe_video(data, DEMO_PROCESSOR, limits=VideoLimits(is_over=is_over))
     assert asked == 4
+
+
+def file_at_times(times: Sequence[int], container: str, codec: str) -> bytes:
+    """Frames that are shown at multiples of a tenth of a second."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=10)
+        assert isinstance(stream, av.video.stream.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = 32, 64, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 10)
+        for pixels, time in zip(flat_frames(len(times)), times, strict=True):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 10)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [("mp4", "mpeg4"), ("mov", "libx264"), ("matroska", "libx264"), ("webm", "libvpx-vp9")],
+)
+def test_a_file_of_variable_rate_plays_at_the_mean_of_its_frames_in_every_container(container: str, codec: str) -> None:
+    times = [0, 1, 2, 3, 4, 5, 10, 15, 20, 25, 30, 35]  # the last of them for a tenth of a second
+    data = file_at_times(times, container, codec)
+    probe = probe_video(data, DEMO_PROCESSOR)
+    assert probe.num_frames == 12
+    assert probe.fps == pytest.approx(12 / 3.6)
+    assert probe.frame_indices == [0, 2, 4, 6, 7, 9, 11]
+    assert probe.timestamps == pytest.approx([0.3, 1.5, 2.4, 3.3])
+    np.testing.assert_allclose(greys(data), [flat_frames(12)[index].mean() for index in probe.frame_indices], atol=4)
+
+
+@pytest.mark.parametrize("fps", [5, 24, 30])
+@pytest.mark.parametrize(("container", "codec"), [("matroska", "libx264"), ("webm", "libvpx-vp9"), ("mp4", "mpeg4")])
+def test_a_steady_rate_is_the_stated_one_to_the_bit(container: str, codec: str, fps: int) -> None:
+    assert probe_video(video_file(flat_frames(12), fps, container, codec), DEMO_PROCESSOR).fps == float(fps)
 
 
 JPEGS = b"".join(jpegs(3, 16, 16))
