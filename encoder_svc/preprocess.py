@@ -6,6 +6,7 @@ into its weights. Knows nothing of batches, sockets or torch. Pure but for the d
 threads. Legend: `P` patches, `T` frames and `p` pixels a side of one, `m` patches a side of a token.
 """
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,11 +16,19 @@ import numpy.typing as npt
 
 from common.errors import UnsupportedMedia
 from common.image_header import DEFAULT_MAX_CANVAS_PIXELS
+from common.metrics import SECONDS_BUCKETS, Histogram
 from common.processor_config import ImageSettings, ProcessorConfig
 from common.vision_grid import Grid, image_grid, num_patches
 from encoder_svc.image_decode import RgbArray, load_rgb_image, resize_bicubic
 from encoder_svc.video_decode import DEFAULT_VIDEO_LIMITS, VideoProbe, load_sampled_frames, probe_video
 from encoder_svc.video_source import VideoLimits
+
+DECODE_SECONDS = Histogram(
+    "tandem_encoder_decode_seconds",
+    "Files to pixels, a part of preprocessing; with their scaling for videos",
+    ["modality"],
+    buckets=SECONDS_BUCKETS,
+)
 
 PatchArray = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
@@ -41,7 +50,9 @@ def read_image(
 ) -> PreparedMedia:
     """An image's patches, uint8. The grid is the one that its header gives in the gateway."""
     settings = processor.image
+    began = time.perf_counter()
     image = load_rgb_image(data, max_canvas_pixels=max_canvas_pixels)
+    DECODE_SECONDS.labels("image").observe(time.perf_counter() - began)
     grid = image_grid(image.width, image.height, settings)
     resized = resize_bicubic(image, grid[1] * settings.patch_size, grid[2] * settings.patch_size)
     patches = np.empty((num_patches(grid), 3 * settings.patch_size**2), np.uint8)
@@ -61,7 +72,20 @@ def read_video(
     probe = probe or probe_video(data, processor, limits=limits)
     height, width = probe.grid_thw[1] * settings.patch_size, probe.grid_thw[2] * settings.patch_size
     frames = load_sampled_frames(data, probe, height, width, limits=limits)
-    return pack_frames(frames, probe.grid_thw, settings)
+    return pack_frames(_timed(frames), probe.grid_thw, settings)
+
+
+def _timed(frames: Iterator[RgbArray]) -> Iterator[RgbArray]:
+    """The frames of one video, and what it took to get them counted."""
+    seconds = 0.0
+    while True:
+        began = time.perf_counter()
+        frame = next(frames, None)
+        seconds += time.perf_counter() - began
+        if frame is None:
+            break
+        yield frame
+    DECODE_SECONDS.labels("video").observe(seconds)
 
 
 def pack_frames(frames: Iterable[RgbArray], grid: Grid, settings: ImageSettings) -> PreparedMedia:

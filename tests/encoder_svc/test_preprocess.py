@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from prometheus_client import REGISTRY
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from common.errors import InvalidRequest, UnsupportedMedia
 from common.image_header import read_image_header
 from common.processor_config import ImageSettings, ProcessorConfig
 from common.vision_grid import image_grid, num_vision_tokens
-from encoder_svc.preprocess import pack_frames, preprocess_image, read_image
-from tests.media_samples import DEMO_PROCESSOR, encoded, picture, png
+from encoder_svc.preprocess import pack_frames, preprocess_image, read_image, read_video
+from tests.media_samples import DEMO_PROCESSOR, encoded, flat_frames, picture, png, video_file
 from tests.paths import SHARED, needs_shared
 
 SIZES = [
@@ -110,6 +111,17 @@ def test_the_last_frame_fills_its_temporal_patch() -> None:
     np.testing.assert_array_equal(packed[1], doubled)
     np.testing.assert_array_equal(doubled[:, 0], doubled[:, 1])
     assert (packed[0][:, 0] != packed[0][:, 1]).any()
+
+
+def test_the_time_that_decoding_takes_is_counted() -> None:
+    def count(modality: str, what: str = "count") -> float:
+        return REGISTRY.get_sample_value(f"tandem_encoder_decode_seconds_{what}", {"modality": modality}) or 0.0
+
+    before = count("image"), count("video"), count("video", "sum")
+    read_image(png(64, 64), DEMO_PROCESSOR)
+    read_video(video_file(flat_frames(12), 6), DEMO_PROCESSOR)
+    assert (count("image"), count("video")) == (before[0] + 1, before[1] + 1)
+    assert count("video", "sum") > before[2]
 
 
 def test_the_tower_gets_bytes_and_one_frame_of_a_still_image() -> None:

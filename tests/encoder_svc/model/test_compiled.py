@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from prometheus_client import REGISTRY
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from encoder_svc.model.weights import load_vision_tower
 from encoder_svc.runner import TowerItem, TowerRunner
 from tests.encoder_svc.embeddings import FINGERPRINT, key
 from tests.encoder_svc.towers import tiny_tower
+from tests.servable import save_servable
 
 GRIDS: list[list[Grid]] = [[(1, 4, 4)], [(1, 2, 2)], [(1, 16, 24), (3, 4, 6)], [(2, 2, 2), (1, 8, 8), (1, 2, 2)]]
 
@@ -83,32 +85,55 @@ def test_a_tower_that_cannot_be_compiled_is_a_wrong_setting_and_says_why() -> No
         run_all_graphs(tower)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-def test_inductor_s_tower_gives_the_results_of_the_other_one(
-    tiny_checkpoint: Path, dtype: torch.dtype, tolerance: float
-) -> None:
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model, and a cache of compiled code in which there is nothing."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return save_servable(tmp_path / "model")[0]
+
+
+def load(checkpoint: Path, dtype: torch.dtype, device: str) -> tuple[VisionTower, VisionTower]:
+    """The tower as it is, and compiled."""
     plain, compiled = (
-        load_vision_tower(tiny_checkpoint, dtype=dtype, device="cpu", is_compiled=is_compiled)
+        load_vision_tower(checkpoint, dtype=dtype, device=device, is_compiled=is_compiled)
         for is_compiled in (False, True)
     )
+    return plain, compiled
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+def test_inductor_s_tower_gives_the_results_of_the_other_one(
+    checkpoint: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    before = num_compilations()
+    plain, compiled = load(checkpoint, dtype, "cpu")
     made = num_compilations()
-    assert made
+    assert made > before
     assert_equal_results(plain, compiled, tolerance)
     assert num_compilations() == made
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_tower_is_not_loaded_and_the_reason_is_told(checkpoint: Path) -> None:
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
+        pytest.raises(ConfigError, match=r"--compile-tower: .*compiler"),
+    ):
+        load_vision_tower(checkpoint, dtype=torch.float32, device="cpu", is_compiled=True)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
 def test_inductor_s_tower_gives_the_results_of_the_other_one_on_a_gpu(
-    tiny_checkpoint: Path, dtype: torch.dtype, tolerance: float
+    checkpoint: Path, dtype: torch.dtype, tolerance: float
 ) -> None:
-    plain, compiled = (
-        load_vision_tower(tiny_checkpoint, dtype=dtype, device="cuda", is_compiled=is_compiled)
-        for is_compiled in (False, True)
-    )
+    plain, compiled = load(checkpoint, dtype, "cuda")
     made = num_compilations()
     assert_equal_results(plain, compiled, tolerance)
     assert num_compilations() == made
