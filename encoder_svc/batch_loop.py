@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from common.errors import ModelFailure, TandemError
+from common.errors import EncoderUnavailable, ModelFailure, TandemError
 from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.vision_grid import num_patches
 from encoder_svc.batcher import Batcher, Piece
@@ -104,7 +104,9 @@ class BatchLoop:
         return self._clock.busy_s_at(now)
 
     def is_stalled(self, now: float) -> bool:
-        """Whether nothing went on for longer than the largest legal forward takes, many times over."""
+        """Whether nothing went on for longer than the largest legal forward takes, many times over, or ever will."""
+        if self._runner.is_broken:
+            return True
         rate = self._runner.patches_per_s
         largest_s = max(self._limits.max_patches, self._clock.largest_patches) / rate if rate else STALL_AT_MOST_S
         limit_s = min(max(STALL_FACTOR * largest_s, STALL_AT_LEAST_S), STALL_AT_MOST_S)
@@ -222,6 +224,13 @@ class BatchLoop:
 
     async def _run_apart(self, batch: list[Piece[_Ready]], exc: Exception) -> None:
         """Find the item that made a batch fail by running halves; the others get their embeddings."""
+        if self._runner.is_broken:
+            logger.error("the tower's device is lost", exc_info=exc)
+            for piece in batch:
+                self._fail(
+                    piece, EncoderUnavailable("this encoder's device has failed: ask another", retry_after_s=1.0)
+                )
+            return
         if len(batch) > 1:
             middle = len(batch) // 2
             for half in (batch[:middle], batch[middle:]):
@@ -230,8 +239,11 @@ class BatchLoop:
         if not isinstance(exc, TandemError):
             logger.error("the tower failed", exc_info=exc)
             exc = ModelFailure("the vision tower failed on this item: report it with the request id")
-        if not batch[0].item.done.done():
-            batch[0].item.done.set_exception(exc)
+        self._fail(batch[0], exc)
+
+    def _fail(self, piece: Piece[_Ready], error: Exception) -> None:
+        if not piece.item.done.done():
+            piece.item.done.set_exception(error)
 
 
 def _patches_of(piece: Piece[_Ready]) -> int:

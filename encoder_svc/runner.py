@@ -6,7 +6,8 @@ the wire dtype. Knows nothing of sockets, requests or caches.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ class TowerRunner:
         self._results = ThreadPoolExecutor(1, thread_name_prefix="tower-results") if is_behind else self._compute
         ATTENTION.labels(tower.attention.name).set(1)
         self._rate = RateMeter()
+        self.is_broken = False
+        """Whether the device reported what no later forward in this process can get over, as a fault of a kernel is."""
 
     @property
     def patches_per_s(self) -> float:
@@ -100,15 +103,17 @@ class TowerRunner:
         self._rate.add(patches, seconds)
 
     def _launch(self, items: Sequence[TowerItem], on_device: Callable[[float], None]) -> "Future[list[HeldEmbedding]]":
-        launched = self._device.launch([item.pixel_values for item in items], [item.grid for item in items])
+        with self._faults_noted():
+            launched = self._device.launch([item.pixel_values for item in items], [item.grid for item in items])
         return self._results.submit(self._finish, items, launched, on_device)
 
     def _finish(
         self, items: Sequence[TowerItem], launched: Launched, on_device: Callable[[float], None]
     ) -> list[HeldEmbedding]:
         try:
-            on_device(launched.computed())
-            packed, is_lent = launched.rows()
+            with self._faults_noted():
+                on_device(launched.computed())
+                packed, is_lent = launched.rows()
             merge = self._tower.config.spatial_merge_size**2
             parts = torch.split(packed, [item.pixel_values.shape[0] // merge for item in items])
             # Each item gets memory of its own, so that freeing one does not wait for the others of its batch.
@@ -118,6 +123,14 @@ class TowerRunner:
             ]
         finally:
             launched.release()
+
+    @contextlib.contextmanager
+    def _faults_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.AcceleratorError:  # too little memory is another error
+            self.is_broken = True
+            raise
 
     def _forward(self, pixel_values: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
         """`[V, width]` in the wire dtype, or packed rows for int8, on the tower's device."""

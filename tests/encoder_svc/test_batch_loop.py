@@ -29,6 +29,7 @@ class Tower:
     fails_on: Callable[[Sequence[TowerItem]], Exception | None] = lambda items: None
     patches_per_s: float = 0.0
     max_in_flight: int = 1
+    is_broken: bool = False
 
     async def run(self, items: Sequence[TowerItem], on_computed: Callable[[], None]) -> list[HeldEmbedding]:
         self.forwards.append([(int(item.key, 16), item.grid[0]) for item in items])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from common.errors import ModelFailure
+from common.errors import EncoderUnavailable, ModelFailure
 from common.messages import Grid
 from common.tensors import tensor_of
 from encoder_svc.batch_loop import BatchLimits, BatchLoop
@@ -150,6 +150,21 @@ async def test_an_error_of_the_device_hits_its_own_item_among_batches_in_flight(
         assert [number for number, outcome in enumerate(outcomes) if outcome is not None] == [3]
         assert isinstance(outcomes[3], ModelFailure)
         assert "the vision tower failed on this item" in outcomes[3].message
+        assert not bench.loop.is_stalled(time.monotonic())
+
+
+async def test_an_encoder_whose_device_is_lost_for_good_sends_items_elsewhere_and_asks_for_a_restart(
+    tower: VisionTower,
+) -> None:
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    async with running(tower, is_open=True) as bench:
+        assert await results_of(bench, [bench.item(1)]) == [None]
+        assert not bench.loop.is_stalled(time.monotonic())
+        bench.device.breaks = lambda batch: fault
+        outcomes = await results_of(bench, [bench.item(number) for number in range(4)])
+        assert all(isinstance(outcome, EncoderUnavailable) for outcome in outcomes)
+        assert len(bench.device.launched) == 3, "no item is looked for"
+        assert bench.loop.is_stalled(time.monotonic())
 
 
 async def test_a_batch_too_large_for_the_memory_runs_in_halves_while_another_is_in_flight(tower: VisionTower) -> None:
