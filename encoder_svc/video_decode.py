@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from common.errors import MediaTooLarge, UnsupportedMedia
+from common.errors import UnsupportedMedia
 from common.processor_config import ProcessorConfig
 from common.vision_grid import Grid, frame_rate, group_timestamps, sample_frames, video_grid
 from encoder_svc.image_decode import RgbArray, resize_bicubic
-from encoder_svc.video_source import VideoLimits, bounded_frames, open_video
+from encoder_svc.video_source import VideoLimits, bounded_frames, check_duration, open_video
 
 DEFAULT_VIDEO_LIMITS = VideoLimits()
 
@@ -42,11 +42,7 @@ def probe_video(data: bytes, processor: ProcessorConfig, *, limits: VideoLimits 
                 width, height = frame.width, frame.height
             num_frames += 1
     fps = _believable_fps(source.fps())
-    duration_s = num_frames / frame_rate(fps)
-    if duration_s > limits.max_duration_s:
-        raise MediaTooLarge(
-            f"the video lasts {duration_s:.0f} s, above the limit of {limits.max_duration_s:.0f} s: send a shorter one"
-        )
+    check_duration(num_frames / frame_rate(fps), limits)
     settings = processor.video
     indices = sample_frames(num_frames, fps, settings)
     return VideoProbe(

@@ -89,10 +89,23 @@ def open_video(data: bytes, limits: VideoLimits) -> FrameSource:
 def bounded_frames(source: FrameSource, limits: VideoLimits) -> Generator[DecodedFrame, None, None]:
     """The frames of a source while they stay within the limits; raises `MediaTooLarge` where they do not."""
     for index, frame in enumerate(source.frames()):
-        if index >= limits.max_frames:
-            raise MediaTooLarge(f"the video has more than {limits.max_frames} frames: send a shorter one")
+        check_num_frames(index + 1, limits)
         check_canvas(frame.width, frame.height, limits)
         yield frame
+
+
+def check_num_frames(num_frames: int, limits: VideoLimits) -> None:
+    """Refuse more frames than the limit."""
+    if num_frames > limits.max_frames:
+        raise MediaTooLarge(f"the video has more than {limits.max_frames} frames: send a shorter one")
+
+
+def check_duration(duration_s: float, limits: VideoLimits) -> None:
+    """Refuse a video that plays for longer than the limit."""
+    if duration_s > limits.max_duration_s:
+        raise MediaTooLarge(
+            f"the video lasts {duration_s:.0f} s, above the limit of {limits.max_duration_s:.0f} s: send a shorter one"
+        )
 
 
 def check_canvas(width: int, height: int, limits: VideoLimits) -> None:
@@ -208,6 +221,9 @@ class _ContainerSource:
                 "pixels: send the whole file, or scale it down"
             )
         check_canvas(context.width, context.height, self._limits)
+        # What the header promises already is refused before anything is decoded; what it hides, once it shows.
+        check_num_frames(stream.frames, self._limits)
+        check_duration((container.duration or 0) / av.time_base, self._limits)
         context.thread_count = self._limits.num_threads
         # Slice threads only: with frame threads the frames that survive a damaged file would depend on timing.
         context.thread_type = "SLICE"

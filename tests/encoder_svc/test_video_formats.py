@@ -181,6 +181,24 @@ def test_a_file_of_variable_rate_plays_at_the_mean_of_its_frames_in_every_contai
     np.testing.assert_allclose(greys(data), [flat_frames(12)[index].mean() for index in probe.frame_indices], atol=4)
 
 
+@pytest.mark.parametrize(
+    ("container", "limits", "named"),
+    [
+        ("mp4", {"max_frames": 11}, "more than 11 frames"),
+        ("mov", {"max_frames": 11}, "more than 11 frames"),
+        ("mp4", {"max_duration_s": 1}, "lasts 2 s"),
+        ("mov", {"max_duration_s": 1}, "lasts 2 s"),
+        ("matroska", {"max_duration_s": 1}, "lasts 2 s"),  # whose header tells no number of frames
+    ],
+)
+def test_what_a_header_promises_beyond_a_limit_is_refused_before_anything_is_decoded(
+    container: str, limits: dict[str, int], named: str
+) -> None:
+    data = video_file(flat_frames(12), 6, container, "mpeg4")
+    with pytest.raises(MediaTooLarge, match=named):
+        probe_video(data, DEMO_PROCESSOR, limits=VideoLimits(**limits, max_decode_s=-1.0))  # nothing may be decoded
+
+
 @pytest.mark.parametrize("fps", [5, 24, 30])
 @pytest.mark.parametrize(("container", "codec"), [("matroska", "libx264"), ("webm", "libvpx-vp9"), ("mp4", "mpeg4")])
 def test_a_steady_rate_is_the_stated_one_to_the_bit(container: str, codec: str, fps: int) -> None:
