@@ -32,9 +32,9 @@ from common.embedding_cache import EmbeddingCache
 from common.freed_memory import keep_freed_memory
 from common.members import Member, StaticMembers
 from common.messages import EmbeddingHeader, Fetch, FetchCredit, Hello
-from common.payload_pool import PayloadPool
 from common.transport import Router
 from decoder_svc.embedding_fetch import EncoderFetcher
+from decoder_svc.payload_pool import PayloadPool
 from deploy.local import free_port
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
 from encoder_svc.shipping import Shipping

@@ -24,7 +24,6 @@ from common.freed_memory import keep_freed_memory
 from common.hub import resolve_checkpoint
 from common.logs import configure_logs
 from common.messages import Hello, Limits
-from common.payload_pool import PayloadPool
 from common.service import Server, Service, run_service
 from common.settings import command_line
 from common.tensors import dtype_name, pick_device, pick_dtype, use_threads
@@ -38,6 +37,7 @@ from decoder_svc.kv_budget import affordable_blocks, make_kv_cache
 from decoder_svc.model.parallel import check_split
 from decoder_svc.model.text import TextModel
 from decoder_svc.model.weights import load_text_model
+from decoder_svc.payload_pool import PayloadPool
 from decoder_svc.rank_processes import ParallelServer, RankProcesses
 from decoder_svc.server import DecoderServer
 from decoder_svc.tensor_parallel import RankSetup, agree_on_blocks, rank_device
@@ -87,11 +87,12 @@ def _serve(settings: DecoderSettings, loaded: _Loaded) -> DecoderServer:
     )
     kubernetes = KubernetesOptions(settings.kubernetes_api, settings.discovery_relist_s)
     source = member_source(settings.encoders, ENCODERS, kubernetes)
-    take = PayloadPool().take
-    fetcher = EncoderFetcher(context, lambda: loaded.hello, keys, source=source, new_payload=take)
+    pool = PayloadPool()
+    pool.report()
+    fetcher = EncoderFetcher(context, lambda: loaded.hello, keys, source=source, new_payload=pool.take)
     cache = None
     if settings.redis:
-        cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s, new_payload=take)
+        cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s, new_payload=pool.take)
     server = DecoderServer(
         control,
         fetcher,

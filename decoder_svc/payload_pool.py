@@ -12,6 +12,13 @@ from collections import deque
 import numpy as np
 
 from common.embedding import HUGE_BYTES, Payload, map_huge, new_payload
+from common.metrics import Gauge
+
+POOL_BYTES = Gauge(
+    "tandem_decoder_payload_pool_bytes",
+    "Memory for large embeddings to arrive in: used by those that are there or coming, and idle for the next ones",
+    ["state"],
+)
 
 HUGE_PAGE_BYTES = 2 << 20
 MAX_IDLE_BYTES = 128 << 20
@@ -25,12 +32,24 @@ class PayloadPool:
         self._max_idle_bytes = max_idle_bytes
         self._idle: deque[mmap.mmap] = deque()  # the one that has been idle for the longest first
         self._lock = threading.RLock()  # a payload may come back while the same thread takes another
+        self._used_bytes = 0
 
     @property
     def idle_bytes(self) -> int:
         """Bytes that wait for the next payload."""
         with self._lock:
             return sum(map(len, self._idle))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the mappings that payloads are in."""
+        with self._lock:
+            return self._used_bytes
+
+    def report(self) -> None:
+        """Show these bytes as metrics, counted when they are asked for. For the one pool of a process."""
+        POOL_BYTES.labels("used").set_function(lambda: self.used_bytes)
+        POOL_BYTES.labels("idle").set_function(lambda: self.idle_bytes)
 
     def take(self, num_bytes: int) -> Payload:
         """Memory for a payload of so many bytes; what it holds is arbitrary."""
@@ -41,6 +60,8 @@ class PayloadPool:
             mapped = map_huge(-(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
         # All views and tensors over this array keep it alive. The mapping itself would not tell of its last use.
         array = np.frombuffer(mapped, np.uint8, num_bytes)
+        with self._lock:
+            self._used_bytes += len(mapped)
         weakref.finalize(array, self._give_back, mapped).atexit = False
         return array.data
 
@@ -59,5 +80,6 @@ class PayloadPool:
 
     def _give_back(self, mapped: mmap.mmap) -> None:
         with self._lock:
+            self._used_bytes -= len(mapped)
             if self.idle_bytes + len(mapped) <= self._max_idle_bytes:
                 self._idle.append(mapped)

@@ -6,7 +6,7 @@ import threading
 import torch
 
 from common.embedding import HUGE_BYTES
-from common.payload_pool import HUGE_PAGE_BYTES, PayloadPool
+from decoder_svc.payload_pool import HUGE_PAGE_BYTES, POOL_BYTES, PayloadPool
 
 SIZE = 2 * HUGE_BYTES
 
@@ -80,6 +80,30 @@ def test_small_payloads_are_not_kept() -> None:
     assert pool.idle_bytes == 0
 
 
+def test_metrics_tell_what_is_used_and_what_is_idle() -> None:
+    pool = PayloadPool(2 * SIZE)
+    pool.report()
+
+    def reported() -> dict[str, float]:
+        return {sample.labels["state"]: sample.value for family in POOL_BYTES.collect() for sample in family.samples}
+
+    first, second = pool.take(SIZE), pool.take(SIZE - 1)
+    assert len(second) == SIZE - 1
+    assert reported() == {"used": 2 * SIZE, "idle": 0}  # a mapping counts as a whole
+    del first
+    assert reported() == {"used": SIZE, "idle": SIZE}
+    del second
+    assert reported() == {"used": 0, "idle": 2 * SIZE}
+
+
+def test_what_the_pool_has_no_room_for_is_neither_used_nor_idle() -> None:
+    pool = PayloadPool(SIZE)
+    payloads = [pool.take(SIZE) for _ in range(3)]
+    assert pool.used_bytes == 3 * SIZE
+    payloads.clear()
+    assert (pool.used_bytes, pool.idle_bytes) == (0, SIZE)
+
+
 def test_threads_that_take_and_drop_never_share_memory() -> None:
     pool = PayloadPool(2 * SIZE)
     mixed: list[int] = []
@@ -97,4 +121,5 @@ def test_threads_that_take_and_drop_never_share_memory() -> None:
     for thread in threads:
         thread.join()
     assert mixed == []
+    assert pool.used_bytes == 0
     assert pool.idle_bytes <= 2 * SIZE
