@@ -6,7 +6,6 @@ copy; their buffers stay referenced until ZMQ is done. Runs on the event loop of
 what messages mean.
 """
 
-import asyncio
 import hmac
 import ipaddress
 import struct
@@ -23,6 +22,7 @@ import zmq.utils.z85
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from common.errors import ConfigError, PeerUnreachable, ProtocolError
+from common.loop_socket import LoopSocket
 from common.messages import AnyMessage, Refused
 from common.metrics import Counter
 from common.wire import MAX_HEADER_BYTES, error_detail, pack, request_id_of, unpack
@@ -31,7 +31,6 @@ logger = structlog.get_logger(__name__)
 
 MAX_FRAMES = 4
 CURVE_KEY_BYTES = 32
-YIELD_EVERY = 64  # messages taken in a row before other tasks have a turn
 SEND_HIGH_WATER_MARK = 10_000
 MALFORMED_FRAMES = Counter(
     "tandem_malformed_frames_total", "Frames refused because they were not valid messages", ["socket"]
@@ -110,7 +109,7 @@ def check_bind(endpoint: str, keys: CurveKeys | None, allow_insecure: bool) -> N
         )
 
 
-def _configure(socket: zmq.asyncio.Socket, max_payload_bytes: int) -> None:
+def _configure(socket: LoopSocket, max_payload_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
@@ -120,38 +119,15 @@ def _configure(socket: zmq.asyncio.Socket, max_payload_bytes: int) -> None:
     socket.setsockopt(zmq.IPV6, 1)
 
 
-def _send(socket: zmq.asyncio.Socket, frames: list[Any]) -> None:
-    # Without blocking, pyzmq sends at once and returns a future that is already done.
-    sent = cast("asyncio.Future[object]", socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False))
+def _send(socket: LoopSocket, frames: list[Any]) -> None:
     try:
-        sent.result()
+        socket.send_at_once(frames)
     except zmq.Again as exc:
         raise PeerUnreachable("the peer has no connection or does not read") from exc
     except zmq.ZMQError as exc:
         if exc.errno in (zmq.EHOSTUNREACH, zmq.ENOTSOCK, zmq.ETERM):
             raise PeerUnreachable("the peer is not connected") from exc
         raise
-
-
-class _FairReader:
-    """Reads messages, giving way to other tasks: while messages wait, awaiting one never leaves the running task."""
-
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self._socket = socket
-        # The same socket without futures, for messages that are here already. Nothing else may read from either.
-        self._at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-        self._num_in_a_row = 0
-
-    async def next(self) -> list[zmq.Frame]:
-        """The frames of the next message."""
-        self._num_in_a_row += 1
-        if self._num_in_a_row >= YIELD_EVERY:
-            self._num_in_a_row = 0
-            await asyncio.sleep(0)
-        try:
-            return self._at_once.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return await self._socket.recv_multipart(copy=False)
 
 
 class Router:
@@ -169,7 +145,7 @@ class Router:
     ) -> None:
         check_bind(endpoint, keys, allow_insecure_bind)
         self._name = name
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        self._socket = LoopSocket.of(context, zmq.ROUTER)
         _configure(self._socket, max_payload_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -182,12 +158,11 @@ class Router:
             self._socket.close()
             raise ConfigError(f"cannot bind the {name} socket to {endpoint}: {exc.strerror}") from exc
         self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._frames = _FairReader(self._socket)
 
     async def receive(self) -> Received:
         """The next valid message. Malformed ones are counted, answered with `Refused`, and skipped."""
         while True:
-            frames = await self._frames.next()
+            frames = await self._socket.receive()
             peer = frames[0].bytes
             try:
                 if not 2 <= len(frames) <= MAX_FRAMES:
@@ -237,7 +212,7 @@ class Dealer:
         self.endpoint = endpoint
         self.num_malformed = 0
         """Messages of the service that could not be read."""
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        self._socket = LoopSocket.of(context, zmq.DEALER)
         _configure(self._socket, max_payload_bytes)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -246,18 +221,18 @@ class Dealer:
         if keys is not None:
             self._socket.curve_serverkey = keys.public
             self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
-        self._monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor: object = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)  # of its context's class, not ours
+        self._monitor = cast("zmq.asyncio.Socket", monitor)
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as exc:
             self.close()
             raise ConfigError(f"{endpoint} is not an address to connect to: {exc.strerror}") from exc
-        self._frames = _FairReader(self._socket)
 
     async def receive(self) -> Received:
         """The next valid message. Malformed ones are counted and skipped."""
         while True:
-            frames = await self._frames.next()
+            frames = await self._socket.receive()
             try:
                 if len(frames) >= MAX_FRAMES:
                     raise ProtocolError(f"a message has 1 to {MAX_FRAMES - 1} frames, not {len(frames)}")

@@ -280,9 +280,9 @@ async def test_a_peer_whose_messages_cannot_be_read_goes_down_and_one_bad_messag
     greeter = Greeter(router, ENCODER)
     async with background(greeter.run()), linked(context, router.endpoint) as story:
         await eventually(lambda: story.events == ["up e-1"])
-        await router._socket.send_multipart([greeter.peers[0], b"nonsense"])
+        router._socket.send_at_once([greeter.peers[0], b"nonsense"])
         await eventually(lambda: story.link._num_malformed == 1)
         assert story.events == ["up e-1"]
         for _ in range(MAX_MALFORMED):
-            await router._socket.send_multipart([greeter.peers[0], b"nonsense"])
+            router._socket.send_at_once([greeter.peers[0], b"nonsense"])
         await eventually(lambda: "down e-1" in story.events)

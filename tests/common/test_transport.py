@@ -141,9 +141,9 @@ async def test_a_refusal_names_the_request_of_the_message_also_when_only_its_id_
 ) -> None:
     peer = await connected(dealer, router, MESSAGE)
     bad_field = pack(MESSAGE).replace(b"Cancel", b"Canker")
-    await dealer._socket.send_multipart([bad_field])
-    await dealer._socket.send_multipart([pack(MESSAGE)] * MAX_FRAMES)
-    await dealer._socket.send_multipart([b"garbage"])
+    dealer._socket.send_at_once([bad_field])
+    dealer._socket.send_at_once([pack(MESSAGE)] * MAX_FRAMES)
+    dealer._socket.send_at_once([b"garbage"])
     dealer.send(MESSAGE)
     again = await received(router)
     assert again.peer == peer
@@ -167,8 +167,8 @@ async def test_a_peer_of_another_version_is_told_both_versions(context: zmq.asyn
 async def test_a_dealer_drops_what_is_malformed_and_answers_nothing(router: Router, dealer: Dealer) -> None:
     before = malformed("test-dealer")
     peer = await connected(dealer, router, MESSAGE)
-    await router._socket.send_multipart([peer, b"garbage"])
-    await router._socket.send_multipart([peer, *[pack(MESSAGE)] * 10])
+    router._socket.send_at_once([peer, b"garbage"])
+    router._socket.send_at_once([peer, *[pack(MESSAGE)] * 10])
     router.send(peer, MESSAGE)
     assert (await received(dealer)).message == MESSAGE
     assert malformed("test-dealer") - before == 2

@@ -297,7 +297,7 @@ async def test_garbage_and_messages_out_of_place_are_refused_and_the_next_reques
     async with serving(world) as served:
         gateway = await served.gateway()
         for frames in ([b""], [b"garbage"], [b"TDM\x02\x00"], [b"TDM\x01\x00\xc1"], [b"x"] * 9):
-            await gateway.dealer._socket.send_multipart(frames)
+            gateway.dealer._socket.send_at_once(frames)
             assert (await gateway.next(Refused)).error.code == "protocol_error"
         gateway.send(EncodeReply(request_id="r", key=key_of(1)))
         assert "does not accept EncodeReply" in (await gateway.next(Refused)).error.message
