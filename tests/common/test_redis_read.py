@@ -1,8 +1,11 @@
 """Reading values in place: whatever comes instead of them is noticed, and no reply is left for the next call."""
 
 import asyncio
+import contextlib
+import socket
+import ssl
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import pytest_asyncio
@@ -12,6 +15,8 @@ from common.redis_read import READ_AHEAD, BlockingReader, Reading
 from tests.valkey import Valkey, running_valkey
 
 SIZE = 1000
+TIME_S = 5.0
+ANONYMOUS = "AECDH@SECLEVEL=0"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -84,28 +89,82 @@ async def test_a_call_that_fails_or_is_cancelled_leaves_no_reply_behind(server: 
     reader.close()
 
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
+def without_certificates() -> ssl.SSLContext:
+    """A server's TLS with a key agreement that needs no certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(ANONYMOUS)
+    return context
 
 
-@pytest.mark.parametrize("answer", [b"", b"$1000\r\n" + b"x" * 10, b"$10", b"-ERR no\r\n"])
-async def test_a_server_that_stops_in_the_middle_costs_the_time_and_no_more(answer: bytes) -> None:
+@contextlib.asynccontextmanager
+async def answering(parts: Sequence[bytes], tls: ssl.SSLContext | None = None) -> AsyncIterator[BlockingReader]:
+    """A reader of a server that answers a GET with these parts, one after the other."""
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65_536):
-            if b"GET" in data:
-                writer.write(answer)
-            else:
+            if b"GET" not in data:
                 writer.write(b"+OK\r\n" * data.count(b"CLIENT"))
+                continue
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.005)
+        writer.close()
 
-    stub = await asyncio.start_server(serve, "127.0.0.1", 0)
-    reader = BlockingReader(f"redis://127.0.0.1:{stub.sockets[0].getsockname()[1]}/0")
-    began = asyncio.get_running_loop().time()
+    stub = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    where = f"127.0.0.1:{stub.sockets[0].getsockname()[1]}/0"
+    url = f"redis://{where}" if tls is None else f"rediss://{where}?ssl_cert_reqs=none&ssl_ciphers={ANONYMOUS}"
+    reader = BlockingReader(url)
     try:
-        found = await reader.run(
-            lambda reading: reading.values_into(memoryview(bytearray(SIZE)), [("GET", "v")], SIZE), 0.3
-        )
-    except (OSError, RedisError):
-        found = None
-    assert found is None
-    assert asyncio.get_running_loop().time() - began < 2.0
-    reader.close()
-    stub.close()
+        yield reader
+    finally:
+        reader.close()
+        stub.close()
+
+
+VALUE = bytes(range(250)) * 4
+PARTS = [b"$10", b"00\r\n", *(VALUE[start : start + 100] for start in range(0, SIZE, 100)), b"\r", b"\n"]
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_a_value_that_comes_in_pieces_is_whole(is_tls: bool) -> None:
+    buffer = bytearray(SIZE)
+    async with answering(PARTS, without_certificates() if is_tls else None) as reader:
+        for _ in range(2):
+            found = await reader.run(
+                lambda reading: reading.values_into(memoryview(buffer), [("GET", "v")], SIZE), TIME_S
+            )
+            assert found == zlib.crc32(VALUE)
+            assert buffer == VALUE
+            buffer[:] = bytes(SIZE)
+
+
+async def test_the_kernel_waits_for_the_pieces_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_received = 0
+    receive_part = Reading._receive_part
+
+    def counted(reading: Reading, sock: socket.socket, target: memoryview, flags: int = 0) -> int:
+        nonlocal num_received
+        num_received += 1 if flags else 0
+        return receive_part(reading, sock, target, flags)
+
+    monkeypatch.setattr(Reading, "_receive_part", counted)
+    async with answering(PARTS) as reader:
+        await reader.run(lambda reading: reading.values_into(memoryview(bytearray(SIZE)), [("GET", "v")], SIZE), TIME_S)
+    assert num_received == 1
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+@pytest.mark.parametrize("answer", [b"", b"$1000\r\n" + b"x" * 10, b"$10", b"-ERR no\r\n"])
+async def test_a_server_that_stops_in_the_middle_costs_the_time_and_no_more(answer: bytes, is_tls: bool) -> None:
+    async with answering([answer], without_certificates() if is_tls else None) as reader:
+        began = asyncio.get_running_loop().time()
+        try:
+            found = await reader.run(
+                lambda reading: reading.values_into(memoryview(bytearray(SIZE)), [("GET", "v")], SIZE), 0.3
+            )
+        except (OSError, RedisError):
+            found = None
+        assert found is None
+        assert asyncio.get_running_loop().time() - began < 2.0
