@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __has_include(<amxbf16intrin.h>)
 #define TANDEM_AMX
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -1,7 +1,7 @@
-"""The compiled kernels for processors with AMX: whether they are there and may run, and what their functions take.
+"""The kernels for processors with AMX: whether they are there and may run, and what their functions take.
 
-Owns the loading of the library, which is optional: it is built at installation where there is a compiler. Knows nothing
-of what the kernels are for. Loaded once, called in the compute thread.
+Owns the loading of what the library has for such processors; the library is optional: it is built at installation where
+there is a compiler. Knows nothing of what the kernels are for. Loaded once, called in the compute thread.
 """
 
 import ctypes
@@ -14,13 +14,14 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "tandem_linear_amx": [*[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "tandem_attend_decode_amx": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
+    "tandem_run_layers": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER],
 }
 
 
 @functools.cache
 def amx_library() -> ctypes.CDLL | None:
     """The kernels, where they were built and the processor and the system let them run."""
-    path = find_compiled_library(Path(__file__).parent, "_amx")
+    path = find_compiled_library(Path(__file__).parent, "_kernels")
     library = None if path is None else ctypes.CDLL(str(path))
     if library is None or not library.tandem_amx_is_there():
         return None

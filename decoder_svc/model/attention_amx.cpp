@@ -6,6 +6,7 @@
 // rounded to bfloat16. What a block holds beyond its sequence's context is never used. NaN stays NaN.
 
 #include "amx.h"
+#include "kernels.h"
 
 #ifdef TANDEM_AMX
 #include <algorithm>

@@ -6,6 +6,8 @@
 // become what the processor has; `target_clones` chooses when the library is loaded. Arithmetic is in float32; bfloat16
 // is rounded to nearest even when it is stored, and NaN stays NaN, since the engine looks for it.
 
+#include "kernels.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

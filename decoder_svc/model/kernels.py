@@ -120,7 +120,7 @@ class NativeKernels:
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
         rows, size = hidden.shape
-        if not _fits(size, hidden, weight, delta):
+        if not fits_kernels(size, hidden, weight, delta):
             return self._torch.rms_norm(hidden, weight, eps, delta)
         out = torch.empty_like(hidden)
         self._library.tandem_rms_norm(
@@ -138,7 +138,7 @@ class NativeKernels:
 
     def gate(self, gate_up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        if act is not F.silu or not _fits(size, gate_up):
+        if act is not F.silu or not fits_kernels(size, gate_up):
             return self._torch.gate(gate_up, act)
         out = gate_up.new_empty(rows, size)
         self._library.tandem_silu_gate(
@@ -150,7 +150,7 @@ class NativeKernels:
         self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, cache: KVCache, layer: int
     ) -> Tensor:
         is_dense = cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
-        fits = _fits(heads.head_dim, qkv, heads.q_norm, heads.k_norm, cache.pool)
+        fits = fits_kernels(heads.head_dim, qkv, heads.q_norm, heads.k_norm, cache.pool)
         if heads.head_dim % (2 * LANES) or not (fits and is_dense):
             return self._torch.store_heads(qkv, heads, cos, sin, slots, cache, layer)
         q = qkv.new_empty(qkv.shape[0], heads.num_heads, heads.head_dim)
@@ -178,7 +178,7 @@ class NativeKernels:
         """Whether `attend_decode` takes a cache's dtype and sizes, and int32 tables."""
         return (
             cache.head_dim <= MAX_HEAD_DIM
-            and _fits(cache.head_dim, cache.pool)
+            and fits_kernels(cache.head_dim, cache.pool)
             and all(table.dtype == torch.int32 and table.is_contiguous() for table in tables)
         )
 
@@ -208,13 +208,13 @@ class NativeKernels:
             cache.block_size,
             torch.get_num_threads(),
         )
-        if self._amx is not None and _fits_amx(cache, q.shape[1]):
+        if self._amx is not None and fits_amx(cache, q.shape[1]):
             self._amx.tandem_attend_decode_amx(*arguments)
         else:
             self._library.tandem_attend_decode(q.dtype == torch.bfloat16, *arguments)
 
 
-def _fits_amx(cache: KVCache, num_heads: int) -> bool:
+def fits_amx(cache: KVCache, num_heads: int) -> bool:
     """Whether the kernel for processors with AMX takes a cache's dtype and sizes."""
     return (
         cache.pool.dtype == torch.bfloat16
@@ -224,7 +224,7 @@ def _fits_amx(cache: KVCache, num_heads: int) -> bool:
     )
 
 
-def _fits(size: int, *tensors: Tensor | None) -> bool:
+def fits_kernels(size: int, *tensors: Tensor | None) -> bool:
     """Whether tensors have the dtype and the density that the compiled kernels assume."""
     dtype = None
     for tensor in tensors:  # a plain loop: each microsecond is paid five times a layer

@@ -71,19 +71,25 @@ class Linear(nn.Module):
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool) -> None:
         super().__init__()
+        self.in_size = in_size
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_size, in_size))
         self.bias = nn.Parameter(torch.empty(out_size)) if bias else None
-        self._packed: Tensor | None = None
+        self.packed: Tensor | None = None
 
     def pack(self) -> None:
         """Lay the weight out for the processor, where that can be done."""
         if self.weight is not None and can_pack(self.weight):
-            self._packed = pack_weight(self.weight)
+            self.packed = pack_weight(self.weight)
             self.weight = None
+
+    @property
+    def is_in_tiles(self) -> bool:
+        """Whether the weight is packed in our tiles."""
+        return self.packed is not None and not self.packed.is_mkldnn
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""
-        if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
+        if self.packed is not None:
+            return packed_linear(x, self.packed, self.bias)
         assert self.weight is not None, "a layer is packed or it has its weight"
         return F.linear(x, self.weight, self.bias)

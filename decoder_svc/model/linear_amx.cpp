@@ -6,6 +6,7 @@
 // of rows, so a row's result depends on nothing but the row. NaN stays NaN.
 
 #include "amx.h"
+#include "kernels.h"
 
 #ifdef TANDEM_AMX
 #include <algorithm>

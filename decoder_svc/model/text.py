@@ -6,7 +6,7 @@ Legend: `T` packed tokens, `V` vision tokens, `H` hidden, `L` DeepStack levels, 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,12 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from common.errors import CheckpointError, ModelFailure
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.attention import PagedAttention, TorchPagedAttention
+from decoder_svc.model.fused import FusedLayers, fuse
 from decoder_svc.model.kernels import Kernels, TorchKernels
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
 from decoder_svc.model.linear import Linear, can_pack, pack_weight, packed_linear
 from decoder_svc.model.mrope import frequency_axes, inverse_frequencies, mrope_cos_sin
-from decoder_svc.model.parallel import Alone, Ranks, num_kv_heads, vocabulary_range
+from decoder_svc.model.parallel import WHOLE, Alone, Ranks, num_kv_heads, vocabulary_range
 from decoder_svc.model_input import ModelInput
 
 # The architecture's split of 64 frequencies, for configurations that do not say it.
@@ -57,6 +58,7 @@ class TextModel(nn.Module):
         num_logits = self._own_vocabulary.stop - self._own_vocabulary.start
         self.lm_head = None if tie_word_embeddings else Linear(config.hidden_size, num_logits, bias=False)
         self._packed_head: Tensor | None = None
+        self._fused: FusedLayers | None = None
         theta, section = _rope(config)
         self.register_buffer("_axes", frequency_axes(config.head_dim, section), persistent=False)
         self.register_buffer("_frequencies", inverse_frequencies(config.head_dim, theta), persistent=False)
@@ -71,6 +73,8 @@ class TextModel(nn.Module):
                 module.pack()
         if self.lm_head is None and can_pack(self.embed_tokens.weight):
             self._packed_head = pack_weight(self.embed_tokens.weight[self._own_vocabulary])
+        if self.ranks.shard == WHOLE:
+            self._fused = fuse([cast(DecoderLayer, layer) for layer in self.layers], self.norm, self.kernels)
         return self
 
     @property
@@ -109,6 +113,8 @@ class TextModel(nn.Module):
         taken: dict[int, Tensor] = {}
         levels = self._place_vision(hidden, model_input)
         step = self._step_context(model_input, kv_cache)
+        if self._fused is not None and not levels and not before_layers and self._fused.can_run(hidden, step):
+            return self._fused.run(hidden, step)[model_input.logits_rows], taken
         for idx, layer in enumerate(self.layers):
             if idx in before_layers:
                 taken[idx] = hidden.clone()

@@ -38,19 +38,21 @@ class Chunk:
 class PagedRun:
     """A cache shared by some prompts, whose blocks are interleaved and out of order."""
 
-    def __init__(self, model: TextModel, prompts: Sequence[Prompt], seed: int = 0) -> None:
-        self.model, self.prompts = model, prompts
-        self.max_blocks = max(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts)
+    def __init__(
+        self, model: TextModel, prompts: Sequence[Prompt], seed: int = 0, block_size: int = BLOCK_SIZE
+    ) -> None:
+        self.model, self.prompts, self.block_size = model, prompts, block_size
+        self.max_blocks = max(-(-len(prompt) // block_size) for prompt in prompts)
         num_blocks = 1 + self.max_blocks * len(prompts)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.tables = order.view(len(prompts), self.max_blocks).to(torch.int32)
-        self.cache = make_kv_cache(model, num_blocks, BLOCK_SIZE)
+        self.cache = make_kv_cache(model, num_blocks, block_size)
 
     def model_input(self, chunks: Sequence[Chunk]) -> ModelInput:
-        slots, rows, embeds, starts = [], [], [], [0]
+        slots, rows, embeds, starts, block_size = [], [], [], [0], self.block_size
         for chunk in chunks:
             prompt, tokens = self.prompts[chunk.prompt], torch.arange(chunk.start, chunk.end)
-            slots.append(self.tables[chunk.prompt].long()[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE)
+            slots.append(self.tables[chunk.prompt].long()[tokens // block_size] * block_size + tokens % block_size)
             is_here = (prompt.vision_offsets >= chunk.start) & (prompt.vision_offsets < chunk.end)
             rows.append(prompt.vision_offsets[is_here] - chunk.start + starts[-1])
             if prompt.vision_embeds is not None:

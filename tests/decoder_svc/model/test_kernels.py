@@ -133,8 +133,8 @@ def test_products_in_our_tiles_equal_plain_ones_for_any_number_of_rows(in_size: 
     with torch.inference_mode():
         expected = [layer(x) for x in rows]
         layer.pack()
-        assert layer._packed is not None
-        assert not layer._packed.is_mkldnn
+        assert layer.packed is not None
+        assert not layer.packed.is_mkldnn
         for x, plain in zip(rows, expected, strict=True):
             torch.testing.assert_close(layer(x), plain, rtol=2e-2, atol=2e-2 * in_size**0.5)
         # A row is the same whoever is beside it.
@@ -146,7 +146,7 @@ def test_without_amx_weights_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(linear, "amx_library", lambda: None)
     layer = Linear(32, 32, bias=False).to(torch.bfloat16).requires_grad_(False)
     layer.pack()
-    assert layer._packed is None or layer._packed.is_mkldnn
+    assert layer.packed is None or layer.packed.is_mkldnn
 
 
 def test_packing_drops_the_plain_weight() -> None:

@@ -1,0 +1,178 @@
+"""All layers of a step of single tokens in one call, where the kernels for processors with AMX can run each of them.
+
+Owns the choice and what `layers_amx.cpp` is given. In Python it takes a quarter of such a step to call, allocate and
+check for each operation; the results are equal to the last bit. Knows nothing of vision: a step with DeepStack levels,
+with several tokens of a sequence or with other ranks goes layer by layer. Runs in the compute thread.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoder_svc.model.amx import amx_library
+from decoder_svc.model.attention import NativePlan
+from decoder_svc.model.kernels import NativeKernels, fits_amx, fits_kernels
+from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext, TextAttention, TextMLP
+from decoder_svc.model.linear import Linear
+
+_POINTER, _SIZE, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class _Shape(ctypes.Structure):
+    """`TandemShape` of `layers_amx.cpp`."""
+
+    _fields_ = (
+        *((name, _SIZE) for name in ("hidden", "inner", "num_heads", "num_kv_heads", "dim", "block_size")),
+        ("eps", _DOUBLE),
+        ("heads_eps", _DOUBLE),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`TandemLayer` of `layers_amx.cpp`."""
+
+    _fields_ = tuple(
+        (name, _POINTER)
+        for name in (
+            *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm"),
+            *("o", "o_bias", "post_norm", "gate_up", "down"),
+        )
+    )
+
+
+class _Step(ctypes.Structure):
+    """`TandemStep` of `layers_amx.cpp`."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("hidden", "normed", "scratch", "pool", "cos", "sin", "slots")),
+        *((name, _POINTER) for name in ("tables", "contexts", "sequences", "sequence_rows")),
+        *((name, _SIZE) for name in ("rows", "count", "table_width", "pool_stride", "threads")),
+    )
+
+
+class FusedLayers:
+    """A model's layers and the norm behind them, for steps in which every sequence has one new token."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], norm: RMSNorm) -> None:
+        """Layers that `can_fuse`; their parameters stay where they are from here on."""
+        self._library = library
+        attention, mlp = layers[0].self_attn, layers[0].mlp
+        assert isinstance(mlp, TextMLP)
+        self._shape = _Shape(
+            hidden=norm.weight.shape[0],
+            inner=mlp.down_proj.in_size,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            dim=attention.head_dim,
+            eps=norm.eps,
+            heads_eps=attention.q_norm.eps,
+        )
+        self._layers = (_Layer * len(layers))(*map(_pointers, layers))
+        self._norm = norm.weight
+        self._scratch = torch.empty(0, dtype=torch.bfloat16)
+
+    def can_run(self, hidden: Tensor, step: StepContext) -> bool:
+        """Whether this step is one that these layers take."""
+        plan = step.plan
+        return (
+            isinstance(plan, NativePlan)
+            and not plan.prefills
+            and fits_amx(step.kv_cache, self._shape.num_heads)
+            and fits_kernels(step.kv_cache.head_dim, hidden, step.kv_cache.pool)
+            and all(tensor.is_contiguous() for tensor in (step.cos, step.sin, step.slot_mapping))
+        )
+
+    def run(self, hidden: Tensor, step: StepContext) -> Tensor:
+        """The residual stream [T, H], which is overwritten, to what leaves the last norm: [T, H]."""
+        plan, cache, shape = step.plan, step.kv_cache, self._shape
+        shape.block_size = cache.block_size
+        rows, normed = hidden.shape[0], torch.empty_like(hidden)
+        arguments = _Step(
+            hidden=hidden.data_ptr(),
+            normed=normed.data_ptr(),
+            scratch=self._scratch_of(rows).data_ptr(),
+            pool=cache.pool.data_ptr(),
+            cos=step.cos.data_ptr(),
+            sin=step.sin.data_ptr(),
+            slots=step.slot_mapping.data_ptr(),
+            tables=plan.block_tables.data_ptr(),
+            contexts=plan.context_lens.data_ptr(),
+            sequences=plan.decoding.data_ptr(),
+            sequence_rows=plan.rows.data_ptr(),
+            rows=rows,
+            count=plan.rows.shape[0],
+            table_width=plan.block_tables.shape[1],
+            pool_stride=cache.pool.stride(0) * cache.pool.itemsize,
+            threads=torch.get_num_threads(),
+        )
+        self._library.tandem_run_layers(
+            ctypes.addressof(shape),
+            ctypes.addressof(self._layers),
+            len(self._layers),
+            self._norm.data_ptr(),
+            ctypes.addressof(arguments),
+        )
+        return normed
+
+    def _scratch_of(self, rows: int) -> Tensor:
+        """Room for the intermediate results of so many rows, kept from step to step."""
+        shape = self._shape
+        heads, kv_heads = shape.num_heads * shape.dim, shape.num_kv_heads * shape.dim
+        # delta; qkv; q and what attention makes of it; gate and up, and what becomes of them
+        size = rows * (shape.hidden + (heads + 2 * kv_heads) + 2 * heads + 3 * shape.inner)
+        if self._scratch.shape[0] < size:
+            self._scratch = torch.empty(size, dtype=torch.bfloat16)
+        return self._scratch
+
+
+def fuse(layers: Sequence[DecoderLayer], norm: RMSNorm, kernels: object) -> FusedLayers | None:
+    """Packed layers as one call, where the compiled kernels take all of them."""
+    library = amx_library()
+    if library is None or not isinstance(kernels, NativeKernels) or not all(_can_fuse(layer) for layer in layers):
+        return None
+    return FusedLayers(library, layers, norm)
+
+
+def _can_fuse(layer: DecoderLayer) -> bool:
+    """Whether a layer is dense, gated by SiLU, and packed in our tiles."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if not isinstance(mlp, TextMLP) or mlp.activation is not F.silu:
+        return False
+    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    return all(product.is_in_tiles for product in products) and all(
+        fits_kernels(norm.weight.shape[0], norm.weight) for norm in _norms(layer, attention)
+    )
+
+
+def _norms(layer: DecoderLayer, attention: TextAttention) -> tuple[RMSNorm, ...]:
+    return layer.input_layernorm, attention.q_norm, attention.k_norm, layer.post_attention_layernorm
+
+
+def _pointers(layer: DecoderLayer) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    assert isinstance(mlp, TextMLP)
+    input_norm, q_norm, k_norm, post_norm = (norm.weight.data_ptr() for norm in _norms(layer, attention))
+    return _Layer(
+        input_norm=input_norm,
+        qkv=_packed(attention.qkv_proj),
+        qkv_bias=_bias(attention.qkv_proj),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        o=_packed(attention.o_proj),
+        o_bias=_bias(attention.o_proj),
+        post_norm=post_norm,
+        gate_up=_packed(mlp.gate_up_proj),
+        down=_packed(mlp.down_proj),
+    )
+
+
+def _packed(product: Linear) -> int:
+    assert product.packed is not None
+    return product.packed.data_ptr()
+
+
+def _bias(product: Linear) -> int | None:
+    return None if product.bias is None else product.bias.data_ptr()
