@@ -1,5 +1,6 @@
 // Attention of single tokens over the paged cache in bfloat16, for processors with AMX: scores by tiles, straight from
-// the blocks, values by dot products of pairs. Memory bounds it, so nothing is copied or read twice.
+// the blocks, values by dot products of pairs. Memory bounds it, so nothing is copied or read twice, and what comes next,
+// also of another head or sequence, is fetched meanwhile.
 //
 // Optional: `kernels.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
 // torch: pointers and sizes only, all checked by the caller. Scores and sums are in float32, the weights of values are
@@ -20,11 +21,10 @@ namespace {
 constexpr int kMaxGroup = 16;   // query heads of one KV head
 constexpr int64_t kChunk = 128;  // tokens whose scores are turned into weights together
 
-// The cache of one KV head: `pool` points at this head in block 0, keys, then values.
-struct Head {
-    const bf16 *pool;
-    const int32_t *table;
-    int64_t context;
+// Some tokens of one KV head: where the keys of each 16 lie, whose values lie behind all keys of their block.
+struct Chunk {
+    const bf16 *keys[kChunk / kTile];
+    int64_t count = 0;
 };
 
 // Strides in numbers; `heads` are the group's, up to the next power of two.
@@ -41,11 +41,13 @@ struct Work {
     alignas(64) bf16 weights[kChunk * kMaxGroup];
     alignas(64) float sums[kMaxGroup * DIM];
     alignas(64) float rescale[kTile];
+    alignas(64) uint16_t pairs[2 * kTile];  // where weights lie that go two tokens by two, head by head
 };
 
+// The cache is far larger than what the core holds, and blocks lie anywhere in it: asks for 16 keys or values.
 template <int DIM>
-AMX inline const bf16 *keys_of(const Head &head, const Shape &s, int64_t token) {
-    return head.pool + head.table[token / s.block_size] * s.block_stride + token % s.block_size * DIM;
+AMX inline void fetch(const bf16 *from) {
+    for (int i = 0; i < kTile * DIM; i += kDepth) _mm_prefetch(reinterpret_cast<const char *>(from + i), _MM_HINT_T1);
 }
 
 // 2^x for x <= 0, to 3e-6 of it; below -127 as good as 0; NaN stays.
@@ -119,9 +121,7 @@ AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, __m512 &high,
     _mm512_store_ps(w.rescale, rescale);
     total = _mm512_mul_ps(total, rescale);
     high = most;
-    alignas(64) uint16_t order[32];
-    for (int i = 0; i < 32; ++i) order[i] = (uint16_t)((i / (2 * s.heads) * 2 + i % 2) * s.heads + i % (2 * s.heads) / 2);
-    const __m512i pairs = _mm512_load_si512(order);
+    const __m512i pairs = _mm512_load_si512(w.pairs);
     for (int64_t i = 0; i < numbers; i += 2 * kTile) {
         const __m512 low = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i), scale, most));
         const __m512 next = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i + kTile), scale, most));
@@ -139,21 +139,22 @@ AMX inline __m512bh as_bf16(__m512i raw) {
     return out;
 }
 
-// Adds the weighted values of `count` tokens from `start` to the sums of HEADS heads from `first`. Each 32 numbers of a
-// head lie as 16 and 16 in the order in which pairs are interleaved.
+// Adds the weighted values of a chunk to the sums of HEADS heads from `first`, and asks for the next chunk's keys. Each 32
+// numbers of a head lie as 16 and 16 in the order in which pairs are interleaved.
 template <int DIM, int HEADS>
-AMX inline void mix(const Head &head, const Shape &s, Work<DIM> &w, int64_t start, int64_t count, int first) {
+AMX inline void mix(const Chunk &chunk, const Chunk &next, const Shape &s, Work<DIM> &w, int first) {
     constexpr int kParts = DIM / kDepth;
     __m512 sums[HEADS][2 * kParts];
     for (int h = 0; h < HEADS; ++h)
         for (int i = 0; i < 2 * kParts; ++i)
             sums[h][i] = _mm512_mul_ps(_mm512_load_ps(w.sums + (first + h) * DIM + i * kTile),
                                        _mm512_set1_ps(w.rescale[first + h]));
-    for (int64_t from = 0; from < count; from += kTile) {
-        const bf16 *values = keys_of<DIM>(head, s, start + from) + s.block_size * DIM;
-        const int64_t tokens = std::min<int64_t>(kTile, count - from);
-        for (int64_t t = 0; t < tokens; t += 2, values += 2 * DIM) {
-            const bf16 *weights = w.weights + ((from + t) * s.heads + 2 * first);
+    const bf16 *weights = w.weights + 2 * first;
+    for (int tile = 0; tile * kTile < chunk.count; ++tile) {
+        if (first == 0 && tile * kTile < next.count) fetch<DIM>(next.keys[tile]);
+        const bf16 *values = chunk.keys[tile] + s.block_size * DIM;
+        const int64_t tokens = std::min<int64_t>(kTile, chunk.count - tile * kTile);
+        for (int64_t t = 0; t < tokens; t += 2, values += 2 * DIM, weights += 2 * s.heads) {
             __m512bh pair[HEADS];
             for (int h = 0; h < HEADS; ++h) {
                 int32_t both;
@@ -198,27 +199,6 @@ AMX inline void store_results(const Work<DIM> &w, const Shape &s, __m512 total, 
     }
 }
 
-// All query heads of one KV head of one sequence.
-template <int DIM>
-AMX void attend_head(const bf16 *q, const Head &head, const Shape &s, Work<DIM> &w, bf16 *out) {
-    pack_queries<DIM>(q, s, w);
-    load_queries<DIM>(s, w);
-    memset(w.sums, 0, s.heads * DIM * sizeof(float));
-    __m512 high = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-    for (int64_t start = 0; start < head.context; start += kChunk) {
-        const int64_t count = std::min(kChunk, head.context - start);
-        for (int64_t t = 0; t < count; t += kTile)
-            score<DIM>(keys_of<DIM>(head, s, start + t), w.scores + t * s.heads, s);
-        weigh<DIM>(w, s, count, high, total);
-        constexpr int kOnce = DIM > 2 * kDepth ? 2 : 4;  // heads whose sums fit into registers
-        int first = 0;
-        for (; first + kOnce <= s.heads; first += kOnce) mix<DIM, kOnce>(head, s, w, start, count, first);
-        for (; first + 2 <= s.heads; first += 2) mix<DIM, 2>(head, s, w, start, count, first);
-        for (; first < s.heads; ++first) mix<DIM, 1>(head, s, w, start, count, first);
-    }
-    store_results<DIM>(w, s, total, out);
-}
-
 AMX void configure_tiles(int heads) {
     TileConfig config;
     config.set(0, kTile, heads * 4);
@@ -236,27 +216,85 @@ struct Step {
     Shape shape;
 };
 
-// KV head `k` of listed sequence `i`.
+// Goes through the chunks of items [item, end): KV heads of listed sequences, head by head.
 template <int DIM>
-AMX void attend_one(const Step &step, int64_t i, int64_t k, Work<DIM> &work) {
+struct Chunks {
+    const Step &step;
+    int64_t item, end, start = 0;
+
+    // The next chunk; without tokens behind the last one.
+    AMX Chunk next() {
+        Chunk chunk;
+        if (item == end) return chunk;
+        const Shape &s = step.shape;
+        const int64_t sequence = step.sequences[item / step.num_kv_heads], context = step.contexts[sequence];
+        const int32_t *table = step.tables + sequence * step.table_width;
+        const bf16 *pool = step.pool + item % step.num_kv_heads * 2 * s.block_size * DIM;
+        chunk.count = std::min(kChunk, context - start);
+        int64_t block = start / s.block_size, offset = start % s.block_size;
+        for (int tile = 0; tile * kTile < chunk.count; ++tile) {
+            chunk.keys[tile] = pool + table[block] * s.block_stride + offset * DIM;
+            if ((offset += kTile) == s.block_size) ++block, offset = 0;
+        }
+        start += chunk.count;
+        if (start == context) ++item, start = 0;
+        return chunk;
+    }
+};
+
+// All query heads of one KV head of one sequence, whose first chunk `chunk` is; leaves the next one's there.
+template <int DIM>
+AMX void attend_head(const Step &step, int64_t item, Chunks<DIM> &chunks, Chunk &chunk, Work<DIM> &w) {
     const Shape &s = step.shape;
-    const int64_t sequence = step.sequences[i], at = (step.rows[i] * step.num_heads + k * s.group) * DIM;
-    const Head head = {step.pool + k * 2 * s.block_size * DIM, step.tables + sequence * step.table_width,
-                       step.contexts[sequence]};
-    attend_head<DIM>(step.q + at, head, s, work, step.out + at);
+    const int64_t i = item / step.num_kv_heads, k = item % step.num_kv_heads;
+    const int64_t at = (step.rows[i] * step.num_heads + k * s.group) * DIM;
+    pack_queries<DIM>(step.q + at, s, w);
+    load_queries<DIM>(s, w);
+    memset(w.sums, 0, s.heads * DIM * sizeof(float));
+    __m512 high = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    int64_t left = step.contexts[step.sequences[i]];
+    while (left > 0) {
+        const Chunk next = chunks.next();
+        for (int tile = 0; tile * kTile < chunk.count; ++tile) {
+            fetch<DIM>(chunk.keys[tile] + s.block_size * DIM);
+            score<DIM>(chunk.keys[tile], w.scores + tile * kTile * s.heads, s);
+        }
+        weigh<DIM>(w, s, chunk.count, high, total);
+        constexpr int kOnce = DIM > 2 * kDepth ? 2 : 4;  // heads whose sums fit into registers
+        int first = 0;
+        for (; first + kOnce <= s.heads; first += kOnce) mix<DIM, kOnce>(chunk, next, s, w, first);
+        for (; first + 2 <= s.heads; first += 2) mix<DIM, 2>(chunk, next, s, w, first);
+        for (; first < s.heads; ++first) mix<DIM, 1>(chunk, next, s, w, first);
+        left -= chunk.count;
+        chunk = next;
+    }
+    store_results<DIM>(w, s, total, step.out + at);
+}
+
+template <int DIM>
+AMX void attend_items(const Step &step, int64_t item, int64_t end, Work<DIM> &work) {
+    Chunks<DIM> chunks = {step, item, end};
+    Chunk chunk = chunks.next();
+    for (; item < end; ++item) attend_head<DIM>(step, item, chunks, chunk, work);
 }
 
 AMX void release_tiles() { _tile_release(); }
 
 template <int DIM>
 void attend_all(const Step &step, int64_t count, int threads) {
+    const int64_t items = count * step.num_kv_heads;
+    // What follows is fetched ahead as far as one thread goes on with it.
+    const int64_t span = std::max<int64_t>(1, threads == 1 ? items : items / (4 * threads));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Work<DIM> work;
-        configure_tiles(step.shape.heads);
+        const int heads = step.shape.heads;
+        for (int i = 0; i < 2 * kTile; ++i)
+            work.pairs[i] = (uint16_t)((i / (2 * heads) * 2 + i % 2) * heads + i % (2 * heads) / 2);
+        configure_tiles(heads);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < count * step.num_kv_heads; ++item)
-            attend_one<DIM>(step, item / step.num_kv_heads, item % step.num_kv_heads, work);
+        for (int64_t item = 0; item < items; item += span)
+            attend_items<DIM>(step, item, std::min(items, item + span), work);
         release_tiles();
     }
 }
@@ -264,7 +302,7 @@ void attend_all(const Step &step, int64_t count, int threads) {
 }  // namespace
 
 // As `tandem_attend_decode` of `kernels.cpp`, in bfloat16 alone: heads of 64 or 128 numbers, blocks of a multiple of 16
-// tokens, at most 16 query heads for a KV head.
+// tokens, at most 16 query heads for a KV head, contexts of a token or more.
 extern "C" void tandem_attend_decode_amx(const void *q, const void *pool, void *out, const int32_t *tables,
                                          int64_t table_width, const int32_t *contexts, const int64_t *sequences,
                                          const int64_t *rows, int64_t count, int64_t num_heads, int64_t num_kv_heads,

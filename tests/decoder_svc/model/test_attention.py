@@ -116,12 +116,14 @@ def test_compiled_decoding_equals_plain_causal_attention(
 @pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 16), (128, 16), (64, 48), (128, 256)])
+@pytest.mark.parametrize("threads", [1, 2])
 def test_decoding_with_amx_equals_plain_causal_attention(
-    group: int, head_dim: int, block: int, monkeypatch: pytest.MonkeyPatch
+    group: int, head_dim: int, block: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert LIBRARY is not None
     native = NativeKernels(LIBRARY)
     monkeypatch.setattr(native, "_library", None)  # which is not asked
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     sizes = (2 * group, 2, head_dim, block)
     run_step(MIXED, dtype=torch.bfloat16, attention=NativePagedAttention(native), sizes=sizes)
 
