@@ -13,6 +13,7 @@
 
 // GCC 12 warns of its own headers.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 
 // Of each function that uses them, so that the library loads everywhere; who calls asks `amx_is_there` first.
 #define AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))

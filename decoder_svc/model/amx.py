@@ -14,6 +14,7 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "tandem_linear_amx": [*[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "tandem_attend_decode_amx": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
+    "tandem_attend_prefill_amx": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
     "tandem_run_layers": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER],
 }
 
@@ -28,4 +29,5 @@ def amx_library() -> ctypes.CDLL | None:
     for function, types in _SIGNATURES.items():
         getattr(library, function).argtypes = types
         getattr(library, function).restype = None
+    library.tandem_attend_prefill_amx.restype = _INT
     return library

@@ -189,17 +189,25 @@ def _attend_decode(q: Tensor, kv_cache: KVCache, layer: int, plan: DecodePlan) -
 
 @dataclass(frozen=True)
 class NativePlan:
-    """A step, split by kind; of what decodes, sequences and rows (int64), with the step's tables and contexts."""
+    """A step, split by kind, with its tables, contexts and first rows.
 
-    prefills: list[PrefillPlan]
+    gathered    sequences with several new tokens, where no compiled kernel takes them
+    prefilling  [p] int64  sequences with several new tokens, where one does
+    decoding    [d] int64  sequences with one new token
+    rows        [d] int64  its row
+    """
+
+    gathered: list[PrefillPlan]
+    prefilling: Tensor
     decoding: Tensor
     rows: Tensor
     block_tables: Tensor
     context_lens: Tensor
+    cu_seqlens_q: Tensor
 
 
 class NativePagedAttention:
-    """Decoding by the compiled kernel, which reads the blocks where they lie; prefill as in torch's form. CPU only."""
+    """The compiled kernels, which read blocks where they lie; without AMX prefill is as in torch's form. CPU only."""
 
     name = "compiled"
 
@@ -208,24 +216,28 @@ class NativePagedAttention:
         self._torch = TorchPagedAttention()
 
     def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> NativePlan | TorchPlan:
-        decoding = torch.tensor(list(_decoding(model_input)), dtype=torch.int64)
-        if not self._kernels.can_attend(kv_cache, model_input.block_tables, model_input.context_lens):
+        tables = (model_input.block_tables, model_input.context_lens, model_input.cu_seqlens_q)
+        if not self._kernels.can_attend(kv_cache, *tables):
             return self._torch.prepare(model_input, kv_cache)
-        rows = model_input.cu_seqlens_q[decoding].long()
-        prefills = _plan_prefills(model_input, kv_cache)
-        return NativePlan(prefills, decoding, rows, model_input.block_tables, model_input.context_lens)
+        counts = model_input.cu_seqlens_q.diff()
+        decoding, prefilling = (counts == 1).nonzero()[:, 0], (counts > 1).nonzero()[:, 0]
+        gathered = []
+        if len(prefilling) and not self._kernels.can_attend_prefill(kv_cache):
+            gathered, prefilling = _plan_prefills(model_input, kv_cache), prefilling[:0]
+        return NativePlan(gathered, prefilling, decoding, model_input.cu_seqlens_q[decoding].long(), *tables)
 
     def attend(self, q: Tensor, kv_cache: KVCache, layer: int, plan: NativePlan | TorchPlan) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._torch.attend(q, kv_cache, layer, plan)
         q = q.contiguous()
         out = torch.empty_like(q)
-        for prefill in plan.prefills:
+        tables, contexts = plan.block_tables, plan.context_lens
+        for prefill in plan.gathered:
             out[prefill.start : prefill.end] = _attend_prefill(q[prefill.start : prefill.end], kv_cache, layer, prefill)
+        if len(plan.prefilling):
+            self._kernels.attend_prefill(q, kv_cache, layer, tables, contexts, plan.cu_seqlens_q, plan.prefilling, out)
         if len(plan.rows):
-            self._kernels.attend_decode(
-                q, kv_cache, layer, plan.block_tables, plan.context_lens, plan.decoding, plan.rows, out
-            )
+            self._kernels.attend_decode(q, kv_cache, layer, tables, contexts, plan.decoding, plan.rows, out)
         return out
 
 

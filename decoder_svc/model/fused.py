@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decoder_svc.model.amx import amx_library
 from decoder_svc.model.attention import NativePlan
-from decoder_svc.model.kernels import NativeKernels, fits_amx, fits_kernels
+from decoder_svc.model.kernels import AMX_MAX_GROUP, NativeKernels, fits_amx, fits_kernels
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext, TextAttention, TextMLP
 from decoder_svc.model.linear import Linear
 
@@ -79,8 +79,9 @@ class FusedLayers:
         plan = step.plan
         return (
             isinstance(plan, NativePlan)
-            and not plan.prefills
-            and fits_amx(step.kv_cache, self._shape.num_heads)
+            and not plan.gathered
+            and not len(plan.prefilling)
+            and fits_amx(step.kv_cache)
             and fits_kernels(step.kv_cache.head_dim, hidden, step.kv_cache.pool)
             and all(tensor.is_contiguous() for tensor in (step.cos, step.sin, step.slot_mapping))
         )
@@ -140,6 +141,8 @@ def _can_fuse(layer: DecoderLayer) -> bool:
     """Whether a layer is dense, gated by SiLU, and packed in our tiles."""
     attention, mlp = layer.self_attn, layer.mlp
     if not isinstance(mlp, TextMLP) or mlp.activation is not F.silu:
+        return False
+    if attention.num_heads > AMX_MAX_GROUP * attention.num_kv_heads:
         return False
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     return all(product.is_in_tiles for product in products) and all(

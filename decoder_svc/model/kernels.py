@@ -18,7 +18,7 @@ from common.compiled_library import find_compiled_library
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.amx import amx_library
 
-# Sizes that `kernels.cpp` has room for, and `attention_amx.cpp`.
+# Sizes that `kernels.cpp` has room for, and what the kernels for processors with AMX take.
 LANES, MAX_HEAD_DIM = 16, 256
 AMX_HEAD_DIMS, AMX_TOKENS, AMX_MAX_GROUP = (64, 128), 16, 16
 
@@ -208,20 +208,50 @@ class NativeKernels:
             cache.block_size,
             torch.get_num_threads(),
         )
-        if self._amx is not None and fits_amx(cache, q.shape[1]):
+        if self._amx is not None and fits_amx(cache) and q.shape[1] <= AMX_MAX_GROUP * cache.num_kv_heads:
             self._amx.tandem_attend_decode_amx(*arguments)
         else:
             self._library.tandem_attend_decode(q.dtype == torch.bfloat16, *arguments)
 
+    def can_attend_prefill(self, cache: KVCache) -> bool:
+        """Whether `attend_prefill` takes a cache's dtype and sizes."""
+        return self._amx is not None and fits_amx(cache)
 
-def fits_amx(cache: KVCache, num_heads: int) -> bool:
-    """Whether the kernel for processors with AMX takes a cache's dtype and sizes."""
-    return (
-        cache.pool.dtype == torch.bfloat16
-        and cache.head_dim in AMX_HEAD_DIMS
-        and cache.block_size % AMX_TOKENS == 0
-        and num_heads <= AMX_MAX_GROUP * cache.num_kv_heads
-    )
+    def attend_prefill(
+        self, q: Tensor, cache: KVCache, layer: int, tables: Tensor, contexts: Tensor, starts: Tensor, which: Tensor,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """The new tokens of some sequences, each over its context up to itself.
+
+        q, out    [T, heads, D]
+        tables    [S, b] int32, contexts [S] int32, starts [S+1] int32: first row of each sequence, then T
+        which     [p] int64, the sequences that are meant
+        """
+        assert self._amx is not None, "there are no such kernels without AMX"
+        assert q.dtype == out.dtype == cache.pool.dtype, "queries and the cache share a dtype"
+        failed = self._amx.tandem_attend_prefill_amx(
+            q.data_ptr(),
+            cache.pool[layer].data_ptr(),
+            out.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            contexts.data_ptr(),
+            starts.data_ptr(),
+            which.data_ptr(),
+            which.shape[0],
+            q.shape[1],
+            cache.num_kv_heads,
+            cache.head_dim,
+            cache.block_size,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("no memory for the values of a sequence")
+
+
+def fits_amx(cache: KVCache) -> bool:
+    """Whether the kernels for processors with AMX take a cache's dtype and sizes."""
+    return cache.pool.dtype == torch.bfloat16 and cache.head_dim in AMX_HEAD_DIMS and cache.block_size % AMX_TOKENS == 0
 
 
 def fits_kernels(size: int, *tensors: Tensor | None) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.model import attention as attention_module
 from decoder_svc.model import kernels
 from decoder_svc.model.amx import amx_library
 from decoder_svc.model.attention import (
@@ -126,6 +127,56 @@ def test_decoding_with_amx_equals_plain_causal_attention(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     sizes = (2 * group, 2, head_dim, block)
     run_step(MIXED, dtype=torch.bfloat16, attention=NativePagedAttention(native), sizes=sizes)
+
+
+PREFILLS = [(1, 1), (2, 2), (15, 15), (16, 16), (17, 17), (64, 33), (70, 2), (300, 49), (20, 1), (530, 530), (700, 300)]
+
+
+@compiled
+@pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize(("head_dim", "block"), [(64, 16), (128, 16), (64, 48), (128, 256)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_prefill_with_amx_equals_plain_causal_attention(
+    group: int, head_dim: int, block: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LIBRARY is not None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(attention_module, "_attend_prefill", None)  # which is not asked
+    sizes = (2 * group, 2, head_dim, block)
+    run_step(PREFILLS, dtype=torch.bfloat16, attention=NativePagedAttention(NativeKernels(LIBRARY)), sizes=sizes)
+
+
+@compiled
+@pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
+def test_scores_that_grow_along_a_prompt_keep_their_weights() -> None:
+    """Each later key outweighs all before it by far: what was summed up is scaled down again and again."""
+    assert LIBRARY is not None
+    cache = KVCache(1, 20, 16, 1, 64, torch.bfloat16, "cpu")
+    cache.keys[0, :, 0, :, 0] = torch.arange(320.0).view(20, 16).to(torch.bfloat16)
+    cache.values[0] = torch.randn(20, 1, 16, 64)
+    q = torch.zeros(320, 1, 64, dtype=torch.bfloat16)
+    q[:, 0, 0] = torch.linspace(-40, 40, 320)
+    tables, contexts = torch.arange(20, dtype=torch.int32)[None], torch.tensor([320], dtype=torch.int32)
+    out, starts = torch.empty_like(q), torch.tensor([0, 320], dtype=torch.int32)
+    NativeKernels(LIBRARY).attend_prefill(q, cache, 0, tables, contexts, starts, torch.tensor([0]), out)
+    keys, values = (x.reshape(320, 1, 64).float() for x in (cache.keys[0], cache.values[0]))
+    torch.testing.assert_close(out.float(), plain_attention(q.float(), keys, values), rtol=0, atol=3e-2)
+
+
+@compiled
+@pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
+@pytest.mark.parametrize("poisoned", ["keys", "values"])
+def test_a_token_that_is_not_a_number_reaches_those_behind_it(poisoned: str) -> None:
+    assert LIBRARY is not None
+    cache = KVCache(1, 8, 16, 1, 64, torch.bfloat16, "cpu")
+    getattr(cache, poisoned)[0, 3, 0, 5] = float("nan")
+    q, out = torch.randn(2, 128, 2, 64).to(torch.bfloat16)
+    tables = torch.arange(8, dtype=torch.int32)[None]
+    starts, contexts = torch.tensor([0, 128], dtype=torch.int32), torch.tensor([128], dtype=torch.int32)
+    NativeKernels(LIBRARY).attend_prefill(q, cache, 0, tables, contexts, starts, torch.tensor([0]), out)
+    assert out[3 * 16 + 5 :].isnan().all(dim=2).all()
+    assert out[:32].isfinite().all()
 
 
 @compiled
