@@ -1,6 +1,6 @@
-// The dense layers of a step of single tokens in bfloat16, for processors with AMX: one call for all of them, whose
-// intermediate results share a few buffers. Each operation is the one that Python calls for itself in other steps, so
-// results are equal to the last bit.
+// The dense layers of a step in bfloat16, for processors with AMX: one call for all of them, whose intermediate results
+// share a few buffers. Each operation is the one that Python calls for itself elsewhere, and a row's result depends on
+// nothing but the row and the cache, so results are equal to the last bit.
 //
 // Optional: `fused.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
 // torch: pointers and sizes only, all checked by the caller.
@@ -9,8 +9,16 @@
 #include "kernels.h"
 
 #ifdef TANDEM_AMX
+#include <algorithm>
 
 using namespace tandem;
+
+namespace {
+
+// Rows that go through an MLP, or to heads, together: what they become there stays in the core's second cache.
+constexpr int64_t kBlock = 192;
+
+}  // namespace
 
 extern "C" {
 
@@ -26,43 +34,70 @@ struct TandemLayer {
 };
 
 // What a step gives: hidden [rows, hidden] is the residual stream, and normed [rows, hidden] what leaves the last norm.
-// The layers' pools follow each other at `pool_stride` bytes. `scratch` has room for each row's
-// intermediate results, in the order below.
+// `pool` is the first layer's, and the others' follow at `pool_stride` bytes. Sequences are listed by whether they have
+// one new token, whose rows are listed too, or several. `scratch` has room for what is below.
 struct TandemStep {
     void *hidden, *normed, *scratch, *pool;
     const float *cos, *sin;
     const int64_t *slots;
-    const int32_t *tables, *contexts;
-    const int64_t *sequences, *sequence_rows;
-    int64_t rows, count, table_width, pool_stride, threads;
+    const int32_t *tables, *contexts, *starts;
+    const int64_t *decoding, *decoding_rows, *prefilling;
+    int64_t rows, num_decoding, num_prefilling, table_width, pool_stride, threads;
 };
 
-// Runs `count` layers and the norm behind them.
-void tandem_run_layers(const TandemShape *shape, const TandemLayer *layers, int64_t count, const void *last_norm,
-                       const TandemStep *step) {
+// Numbers of bfloat16 in the scratch of so many rows.
+int64_t tandem_layers_scratch(const TandemShape *shape, int64_t rows) {
+    const int64_t heads = shape->num_heads * shape->dim, kv_heads = shape->num_kv_heads * shape->dim;
+    const int64_t inside = std::max(heads + 2 * kv_heads, shape->hidden + 3 * shape->inner);
+    return 2 * rows * heads + std::min(rows, kBlock) * inside;
+}
+
+// Runs `count` layers and the norm behind them. 0 when all is well, 1 when there was no memory.
+int tandem_run_layers(const TandemShape *shape, const TandemLayer *layers, int64_t count, const void *last_norm,
+                      const TandemStep *step) {
     const TandemShape &s = *shape;
     const TandemStep &t = *step;
-    const int64_t rows = t.rows, heads = s.num_heads * s.dim, qkv_size = heads + 2 * s.num_kv_heads * s.dim;
+    const int64_t heads = s.num_heads * s.dim, qkv_size = heads + 2 * s.num_kv_heads * s.dim;
+    const int64_t block = std::min(t.rows, kBlock);
     const int threads = (int)t.threads;
     const float eps = (float)s.eps;
-    bf16 *delta = static_cast<bf16 *>(t.scratch), *qkv = delta + rows * s.hidden, *q = qkv + rows * qkv_size;
-    bf16 *mixed = q + rows * heads, *gate_up = mixed + rows * heads, *gated = gate_up + rows * 2 * s.inner;
+    bf16 *hidden = static_cast<bf16 *>(t.hidden), *normed = static_cast<bf16 *>(t.normed);
+    bf16 *q = static_cast<bf16 *>(t.scratch), *mixed = q + t.rows * heads;
+    bf16 *qkv = mixed + t.rows * heads;  // and in its place, later in a layer:
+    bf16 *delta = qkv, *gate_up = delta + block * s.hidden, *gated = gate_up + block * 2 * s.inner;
     char *pool = static_cast<char *>(t.pool);
+    int failed = 0;
+    tandem_rms_norm(1, hidden, nullptr, layers[0].input_norm, normed, t.rows, s.hidden, eps, threads);
     for (int64_t i = 0; i < count; ++i, pool += t.pool_stride) {
         const TandemLayer &w = layers[i];
-        tandem_rms_norm(1, t.hidden, i ? delta : nullptr, w.input_norm, t.normed, rows, s.hidden, eps, threads);
-        tandem_linear_amx(t.normed, w.qkv, w.qkv_bias, qkv, rows, s.hidden, qkv_size, threads);
-        tandem_store_heads(1, qkv, w.q_norm, w.k_norm, t.cos, t.sin, t.slots, q, pool, rows, s.num_heads,
-                           s.num_kv_heads, s.dim, s.block_size, (float)s.heads_eps, threads);
-        tandem_attend_decode_amx(q, pool, mixed, t.tables, t.table_width, t.contexts, t.sequences, t.sequence_rows,
-                                 t.count, s.num_heads, s.num_kv_heads, s.dim, s.block_size, threads);
-        tandem_linear_amx(mixed, w.o, w.o_bias, delta, rows, heads, s.hidden, threads);
-        tandem_rms_norm(1, t.hidden, delta, w.post_norm, t.normed, rows, s.hidden, eps, threads);
-        tandem_linear_amx(t.normed, w.gate_up, nullptr, gate_up, rows, s.hidden, 2 * s.inner, threads);
-        tandem_silu_gate(1, gate_up, gated, rows, s.inner, threads);
-        tandem_linear_amx(gated, w.down, nullptr, delta, rows, s.inner, s.hidden, threads);
+        for (int64_t row = 0; row < t.rows; row += kBlock) {
+            const int64_t rows = std::min(kBlock, t.rows - row);
+            tandem_linear_amx(normed + row * s.hidden, w.qkv, w.qkv_bias, qkv, rows, s.hidden, qkv_size, threads);
+            tandem_store_heads(1, qkv, w.q_norm, w.k_norm, t.cos + row * s.dim / 2, t.sin + row * s.dim / 2,
+                               t.slots + row, q + row * heads, pool, rows, s.num_heads, s.num_kv_heads, s.dim,
+                               s.block_size, (float)s.heads_eps, threads);
+        }
+        if (t.num_prefilling)
+            failed |= tandem_attend_prefill_amx(q, pool, mixed, t.tables, t.table_width, t.contexts, t.starts,
+                                                t.prefilling, t.num_prefilling, s.num_heads, s.num_kv_heads, s.dim,
+                                                s.block_size, threads);
+        if (t.num_decoding)
+            tandem_attend_decode_amx(q, pool, mixed, t.tables, t.table_width, t.contexts, t.decoding,
+                                     t.decoding_rows, t.num_decoding, s.num_heads, s.num_kv_heads, s.dim,
+                                     s.block_size, threads);
+        const void *next_norm = i + 1 < count ? layers[i + 1].input_norm : last_norm;
+        for (int64_t row = 0; row < t.rows; row += kBlock) {
+            const int64_t rows = std::min(kBlock, t.rows - row);
+            bf16 *own = hidden + row * s.hidden, *own_normed = normed + row * s.hidden;
+            tandem_linear_amx(mixed + row * heads, w.o, w.o_bias, delta, rows, heads, s.hidden, threads);
+            tandem_rms_norm(1, own, delta, w.post_norm, own_normed, rows, s.hidden, eps, threads);
+            tandem_linear_amx(own_normed, w.gate_up, nullptr, gate_up, rows, s.hidden, 2 * s.inner, threads);
+            tandem_silu_gate(1, gate_up, gated, rows, s.inner, threads);
+            tandem_linear_amx(gated, w.down, nullptr, delta, rows, s.inner, s.hidden, threads);
+            tandem_rms_norm(1, own, delta, next_norm, own_normed, rows, s.hidden, eps, threads);
+        }
     }
-    tandem_rms_norm(1, t.hidden, delta, last_norm, t.normed, rows, s.hidden, eps, threads);
+    return failed;
 }
 }
 

@@ -16,6 +16,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from common.errors import CheckpointError, ModelFailure
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.attention import PagedAttention, TorchPagedAttention
+from decoder_svc.model.deepstack import add_deepstack
 from decoder_svc.model.fused import FusedLayers, fuse
 from decoder_svc.model.kernels import Kernels, TorchKernels
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
@@ -113,8 +114,9 @@ class TextModel(nn.Module):
         taken: dict[int, Tensor] = {}
         levels = self._place_vision(hidden, model_input)
         step = self._step_context(model_input, kv_cache)
-        if self._fused is not None and not levels and not before_layers and self._fused.can_run(hidden, step):
-            return self._fused.run(hidden, step)[model_input.logits_rows], taken
+        if self._fused is not None and not before_layers and self._fused.can_run(hidden, step):
+            normed = self._fused.run(hidden, step, levels, model_input.vision_rows)
+            return normed[model_input.logits_rows], taken
         for idx, layer in enumerate(self.layers):
             if idx in before_layers:
                 taken[idx] = hidden.clone()
@@ -161,18 +163,6 @@ class TextModel(nn.Module):
         main, *levels = torch.split(embeds.to(hidden), hidden.shape[1], dim=1)
         hidden.index_copy_(0, model_input.vision_rows, main)
         return levels
-
-
-def add_deepstack(hidden: Tensor, vision_rows: Tensor, level: Tensor) -> None:
-    """Add one DeepStack level to the vision rows of the residual stream, in place.
-
-    hidden       [T, H]          output of decoder layer i, for i < L
-    vision_rows  [V]     int64   rows of `hidden` that are vision tokens, ascending
-    level        [V, H]          output of DeepStack merger i
-
-    Source: transformers 5.24, modeling_qwen3_vl.py, `_deepstack_process`.
-    """
-    hidden.index_add_(0, vision_rows, level)
 
 
 def _rope(config: Qwen3VLTextConfig) -> tuple[float, Sequence[int]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from decoder_svc.model import fused as module
 from decoder_svc.model.amx import amx_library
@@ -39,28 +38,34 @@ def make_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, is_moe: boo
     return load_text_model(folder, dtype=dtype, device="cpu")
 
 
-def make_prompts(*lengths: int) -> list[Prompt]:
+def make_prompts(*lengths: int, levels: int | None = None) -> list[Prompt]:
+    """Prompts of random tokens; with `levels` all but the first three of each are vision tokens."""
     generator = torch.Generator().manual_seed(0)
-    nowhere = torch.empty(0, dtype=torch.int64)
-    return [
-        Prompt(torch.randint(0, 280, (n,), generator=generator), torch.arange(n).expand(3, -1), nowhere, None)
-        for n in lengths
-    ]
+    prompts = []
+    for length in lengths:
+        ids = torch.randint(0, 280, (length,), generator=generator)
+        rows, embeds = torch.empty(0, dtype=torch.int64), None
+        if levels is not None:
+            rows = torch.arange(3, length)
+            embeds = torch.randn(len(rows), HIDDEN * (1 + levels), generator=generator).to(torch.bfloat16)
+        prompts.append(Prompt(ids, torch.arange(length).expand(3, -1), rows, embeds))
+    return prompts
 
 
-def run_prompts(model: TextModel, prompts: list[Prompt], is_fused: bool) -> tuple[list[Tensor], Tensor]:
-    """Logits of two steps of single tokens behind a prefill, and the cache behind them."""
-    kept = model._fused
-    model._fused = kept if is_fused else None
-    run = PagedRun(model, prompts, seed=5, block_size=16)
-    if prefills := [Chunk(idx, 0, len(prompt) - 2) for idx, prompt in enumerate(prompts) if len(prompt) > 2]:
-        run.step(prefills)
-    logits = []
-    for back in (2, 1):
-        ends = [len(prompt) - back for prompt in prompts]
-        logits += run.step([Chunk(idx, end, end + 1) for idx, end in enumerate(ends)])
-    model._fused = kept
-    return logits, run.cache.pool
+def both_ways(model: TextModel, prompts: list[Prompt], *steps: list[Chunk]) -> None:
+    """Assert logits and cache of some steps equal with the fused layers and without, to the last bit."""
+    fused = model._fused
+    assert fused is not None
+    results = []
+    for form in (fused, None):
+        model._fused = form
+        run = PagedRun(model, prompts, seed=5, block_size=16)
+        results.append(([logits for chunks in steps for logits in run.step(chunks)], run.cache.pool))
+    model._fused = fused
+    (got, got_pool), (expected, expected_pool) = results
+    assert torch.equal(got_pool, expected_pool)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+    assert torch.cat(got).isfinite().all()
 
 
 @pytest.fixture(scope="module")
@@ -68,71 +73,47 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return make_model(tmp_path_factory.mktemp("fused"))
 
 
-class Refusing:
-    """In place of the fused layers: what they are asked, and nothing that they could run."""
-
-    def __init__(self, real: module.FusedLayers) -> None:
-        self.real = real
-        self.answers: list[bool] = []
-
-    def can_run(self, *arguments: Any) -> bool:
-        self.answers.append(self.real.can_run(*arguments))
-        return False
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("count", [1, 3, 17, 33])
-def test_a_step_in_one_call_equals_the_layers_one_by_one(model: TextModel, count: int, threads: int) -> None:
-    assert model._fused is not None
-    prompts = make_prompts(*[2 + 37 * idx % 90 for idx in range(count)])
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        (got, got_pool), (expected, expected_pool) = (run_prompts(model, prompts, fused) for fused in (True, False))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(got_pool, expected_pool)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
-    assert torch.stack(got).isfinite().all()
+def test_a_step_in_one_call_equals_the_layers_one_by_one(
+    model: TextModel, count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    prompts = make_prompts(*[3 + 37 * idx % 90 for idx in range(count)])
+    whole = [Chunk(idx, 0, len(prompt) - 2) for idx, prompt in enumerate(prompts)]
+    singles = [
+        [Chunk(idx, len(prompt) - back, len(prompt) - back + 1) for idx, prompt in enumerate(prompts)]
+        for back in (2, 1)
+    ]
+    both_ways(model, prompts, whole, *singles)
+
+
+@pytest.mark.parametrize("levels", [None, 0, 1, 3, 4])
+def test_mixed_steps_and_deepstack_levels_are_equal_too(model: TextModel, levels: int | None) -> None:
+    prompts = make_prompts(450, 40, 70, levels=levels)
+    both_ways(
+        model,
+        prompts,
+        [Chunk(0, 0, 1), Chunk(1, 0, 39)],
+        [Chunk(0, 1, 399), Chunk(1, 39, 40), Chunk(2, 0, 3)],
+        [Chunk(2, 3, 70), Chunk(0, 399, 450)],
+    )
 
 
 def test_layers_with_biases_are_equal_too(tmp_path: Path) -> None:
-    biased = make_model(tmp_path, attention_bias=True)
-    assert biased._fused is not None
     prompts = make_prompts(40, 3)
-    (got, _), (expected, _) = (run_prompts(biased, prompts, fused) for fused in (True, False))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+    chunks = [[Chunk(0, 0, 39), Chunk(1, 0, 2)], [Chunk(0, 39, 40), Chunk(1, 2, 3)]]
+    both_ways(make_model(tmp_path, attention_bias=True), prompts, *chunks)
 
 
-def test_steps_of_single_tokens_are_fused_and_others_are_not(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert model._fused is not None
-    spy = Refusing(model._fused)
-    monkeypatch.setattr(model, "_fused", spy)
-    run = PagedRun(model, make_prompts(20, 20), block_size=16)
-    run.step([Chunk(0, 0, 19), Chunk(1, 0, 1)])
-    assert spy.answers == [False]
-    step = run.model_input([Chunk(0, 19, 20), Chunk(1, 1, 2)])
-    model(step, run.cache)
-    assert spy.answers == [False, True]
-    # What vision or a listener needs happens between layers: these are not even asked.
-    model.hidden_states(step, run.cache, before_layers=[1])
-    row = torch.tensor([1])
-    model(dataclasses.replace(step, vision_rows=row, vision_embeds=torch.randn(1, 2 * HIDDEN)), run.cache)
-    assert spy.answers == [False, True]
-
-
-def test_main_embeddings_alone_are_placed_before_the_fused_layers(model: TextModel) -> None:
-    prompts = make_prompts(8)
-    embeds = torch.randn(1, HIDDEN).to(torch.bfloat16)
-    results = []
-    for is_fused in (True, False):
-        kept = model._fused
-        model._fused = kept if is_fused else None
-        run = PagedRun(model, prompts, block_size=16)
-        step = run.model_input([Chunk(0, 0, 1)])
-        results.append(model(dataclasses.replace(step, vision_rows=torch.tensor([0]), vision_embeds=embeds), run.cache))
-        model._fused = kept
-    assert torch.equal(*results)
+def test_a_listener_between_layers_gets_them_one_by_one(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PagedRun(model, make_prompts(20), block_size=16)
+    step = run.model_input([Chunk(0, 0, 20)])
+    last, _ = model.hidden_states(step, run.cache)
+    monkeypatch.setattr(model._fused, "run", None)
+    again, taken = model.hidden_states(step, run.cache, before_layers=[1])
+    assert torch.equal(again, last)
+    assert list(taken) == [1]
 
 
 def test_a_row_that_is_not_a_number_stays_alone(model: TextModel) -> None:
