@@ -1,4 +1,4 @@
-// What attention of many queries shares in the services' kernels for processors with AMX: products of 32 queries with 64
+// What attention of many queries needs in the services' kernels for processors with AMX: products of 32 queries with 64
 // keys and their values in tiles, and softmax in float32 as scores pass.
 //
 // Scores, weights and sums have one query a column, so that a query's softmax never leaves its lane. What multiplies the

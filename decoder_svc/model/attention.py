@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -219,12 +220,14 @@ class NativePagedAttention:
         tables = (model_input.block_tables, model_input.context_lens, model_input.cu_seqlens_q)
         if not self._kernels.can_attend(kv_cache, *tables):
             return self._torch.prepare(model_input, kv_cache)
-        counts = model_input.cu_seqlens_q.diff()
-        decoding, prefilling = (counts == 1).nonzero()[:, 0], (counts > 1).nonzero()[:, 0]
+        starts = model_input.cu_seqlens_q.numpy()  # each of torch's operations takes several times as long as NumPy's
+        counts = np.diff(starts)
+        decoding, prefilling = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
         gathered = []
         if len(prefilling) and not self._kernels.can_attend_prefill(kv_cache):
             gathered, prefilling = _plan_prefills(model_input, kv_cache), prefilling[:0]
-        return NativePlan(gathered, prefilling, decoding, model_input.cu_seqlens_q[decoding].long(), *tables)
+        rows = torch.from_numpy(starts[decoding].astype(np.int64))
+        return NativePlan(gathered, torch.from_numpy(prefilling), torch.from_numpy(decoding), rows, *tables)
 
     def attend(self, q: Tensor, kv_cache: KVCache, layer: int, plan: NativePlan | TorchPlan) -> Tensor:
         if isinstance(plan, TorchPlan):
