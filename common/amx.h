@@ -15,6 +15,9 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 
+// In front of loops over vectors that have to stay in registers, whatever the level of optimization.
+#define UNROLLED _Pragma("GCC unroll 16")
+
 // Of each function that uses them, so that the library loads everywhere; who calls asks `amx_is_there` first.
 #define AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 

@@ -41,15 +41,19 @@ AMX inline __mmask32 lowest(int64_t count) {
 // Swaps rows and columns of 16 x 16 numbers of 32 bits.
 AMX inline void transpose(__m512i (&rows)[16]) {
     __m512i pairs[16], fours[16];
+UNROLLED
     for (int i = 0; i < 16; i += 2) {
         pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
         pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
     }
+UNROLLED
     for (int i = 0; i < 16; i += 4)
+UNROLLED
         for (int j = 0; j < 2; ++j) {
             fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
             fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
         }
+UNROLLED
     for (int i = 0; i < 4; ++i) {
         const __m512i a = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
         const __m512i b = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88);
@@ -184,6 +188,7 @@ AMX inline void weigh(QueryBlock &b, const float *scores, bf16 *weights, float s
 // The results of 16 queries of a half, 16 of their numbers from `start` on: lines[i] has those of query i, in float32.
 AMX inline void results(const QueryBlock &b, int half, int start, __m512i (&lines)[16]) {
     const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(b.total + half));
+UNROLLED
     for (int i = 0; i < kTile; ++i) {
         const __m512 sums = _mm512_load_ps(b.sums + (start + i) * kQueries + half);
         lines[i] = _mm512_castps_si512(_mm512_mul_ps(sums, inverse));

@@ -145,7 +145,9 @@ template <int DIM, int HEADS>
 AMX inline void mix(const Chunk &chunk, const Chunk &next, const Shape &s, Work<DIM> &w, int first) {
     constexpr int kParts = DIM / kDepth;
     __m512 sums[HEADS][2 * kParts];
+UNROLLED
     for (int h = 0; h < HEADS; ++h)
+UNROLLED
         for (int i = 0; i < 2 * kParts; ++i)
             sums[h][i] = _mm512_mul_ps(_mm512_load_ps(w.sums + (first + h) * DIM + i * kTile),
                                        _mm512_set1_ps(w.rescale[first + h]));
@@ -156,11 +158,13 @@ AMX inline void mix(const Chunk &chunk, const Chunk &next, const Shape &s, Work<
         const int64_t tokens = std::min<int64_t>(kTile, chunk.count - tile * kTile);
         for (int64_t t = 0; t < tokens; t += 2, values += 2 * DIM, weights += 2 * s.heads) {
             __m512bh pair[HEADS];
+UNROLLED
             for (int h = 0; h < HEADS; ++h) {
                 int32_t both;
                 memcpy(&both, weights + 2 * h, sizeof both);
                 pair[h] = as_bf16(_mm512_set1_epi32(both));
             }
+UNROLLED
             for (int i = 0; i < kParts; ++i) {
                 const __m512i one = _mm512_loadu_si512(values + i * kDepth);
                 // Zero times what lies beyond a context could be NaN.
@@ -168,6 +172,7 @@ AMX inline void mix(const Chunk &chunk, const Chunk &next, const Shape &s, Work<
                     t + 1 < tokens ? _mm512_loadu_si512(values + DIM + i * kDepth) : _mm512_setzero_si512();
                 const __m512bh low = as_bf16(_mm512_unpacklo_epi16(one, two));
                 const __m512bh high = as_bf16(_mm512_unpackhi_epi16(one, two));
+UNROLLED
                 for (int h = 0; h < HEADS; ++h) {
                     sums[h][2 * i] = _mm512_dpbf16_ps(sums[h][2 * i], low, pair[h]);
                     sums[h][2 * i + 1] = _mm512_dpbf16_ps(sums[h][2 * i + 1], high, pair[h]);
@@ -175,7 +180,9 @@ AMX inline void mix(const Chunk &chunk, const Chunk &next, const Shape &s, Work<
             }
         }
     }
+UNROLLED
     for (int h = 0; h < HEADS; ++h)
+UNROLLED
         for (int i = 0; i < 2 * kParts; ++i) _mm512_store_ps(w.sums + (first + h) * DIM + i * kTile, sums[h][i]);
 }
 

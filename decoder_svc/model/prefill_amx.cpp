@@ -68,8 +68,10 @@ template <int DIM>
 AMX void transpose_values(const Sequence &s, const bf16 *const *keys, int64_t first, bf16 *packed) {
     for (int start = 0; start < DIM; start += kTile, packed += kTileNumbers) {
         __m512i rows[16];
+UNROLLED
         for (int pair = 0; pair < kTile; ++pair) {
             __m512i two[2];
+UNROLLED
             for (int i = 0; i < 2; ++i) {
                 const int64_t key = 2 * pair + i;
                 const bf16 *value = keys[key / kTile] + (s.block_size + key % kTile) * DIM + start;
@@ -79,6 +81,7 @@ AMX void transpose_values(const Sequence &s, const bf16 *const *keys, int64_t fi
             rows[pair] = _mm512_or_si512(two[0], _mm512_slli_epi32(two[1], 16));
         }
         transpose(rows);
+UNROLLED
         for (int i = 0; i < kTile; ++i) _mm512_store_si512(packed + i * kDepth, rows[i]);
     }
 }
@@ -110,11 +113,13 @@ template <int DIM>
 AMX void pack_queries(const Sequence &s, const Column &column, bf16 *packed) {
     for (int start = 0; start < DIM; start += kDepth, packed += kTileNumbers) {
         __m512i lines[16];
+UNROLLED
         for (int i = 0; i < kTile; ++i) {
             const __mmask32 mask = i < column.count ? ~__mmask32{0} : 0;
             lines[i] = _mm512_maskz_loadu_epi16(mask, s.q + (column.token + i) * s.stride + column.offset + start);
         }
         transpose(lines);
+UNROLLED
         for (int i = 0; i < kTile; ++i) _mm512_store_si512(packed + i * kDepth, lines[i]);
     }
 }
