@@ -15,8 +15,9 @@ using namespace tandem;
 
 namespace {
 
-// Rows that go through an MLP, or to heads, together: what they become there stays in the core's second cache.
-constexpr int64_t kBlock = 192;
+// Rows that go through an MLP, or to heads, together: few enough for what they become there to stay near the core, and so
+// many that weights need not be read again and again.
+constexpr int64_t kBlock = 384;
 
 }  // namespace
 

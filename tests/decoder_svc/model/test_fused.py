@@ -90,13 +90,13 @@ def test_a_step_in_one_call_equals_the_layers_one_by_one(
 
 @pytest.mark.parametrize("levels", [None, 0, 1, 3, 4])
 def test_mixed_steps_and_deepstack_levels_are_equal_too(model: TextModel, levels: int | None) -> None:
-    prompts = make_prompts(450, 40, 70, levels=levels)
+    prompts = make_prompts(900, 40, 70, levels=levels)
     both_ways(
         model,
         prompts,
         [Chunk(0, 0, 1), Chunk(1, 0, 39)],
-        [Chunk(0, 1, 399), Chunk(1, 39, 40), Chunk(2, 0, 3)],
-        [Chunk(2, 3, 70), Chunk(0, 399, 450)],
+        [Chunk(0, 1, 849), Chunk(1, 39, 40), Chunk(2, 0, 3)],
+        [Chunk(2, 3, 70), Chunk(0, 849, 900)],
     )
 
 
