@@ -8,7 +8,7 @@ the wire dtype. Knows nothing of sockets, requests or caches.
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,9 +53,9 @@ class TowerRunner:
         self._wire_dtype: WireDtype = wire_dtype
         self._device = device or device_of(self._forward, tower.device)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="tower")
-        # Where a forward is over when it was launched, a second thread would only take cores from the next one.
-        is_behind = self._device.max_in_flight > 1
-        self._results = ThreadPoolExecutor(1, thread_name_prefix="tower-results") if is_behind else self._compute
+        self._results: ThreadPoolExecutor | None = None
+        if self._device.max_in_flight > 1:
+            self._results = ThreadPoolExecutor(1, thread_name_prefix="tower-results")
         ATTENTION.labels(tower.attention.name).set(1)
         self._rate = RateMeter()
         self.is_broken = False
@@ -87,13 +87,16 @@ class TowerRunner:
         def on_device(seconds: float) -> None:
             loop.call_soon_threadsafe(note_computed, seconds)
 
-        launching = loop.run_in_executor(self._compute, self._launch, items, on_device)
-        return await asyncio.wrap_future(await launching)
+        if self._results is None:  # a forward is over when it was launched
+            return await loop.run_in_executor(self._compute, self._launch_and_finish, items, on_device)
+        launched = await loop.run_in_executor(self._compute, self._launch, items)
+        return await loop.run_in_executor(self._results, self._finish, items, launched, on_device)
 
     def close(self) -> None:
         """Let the threads end after the forwards that run."""
         for thread in (self._compute, self._results):
-            thread.shutdown(wait=False, cancel_futures=True)
+            if thread is not None:
+                thread.shutdown(wait=False, cancel_futures=True)
 
     def _record(self, items: Sequence[TowerItem], seconds: float) -> None:
         patches = sum(item.pixel_values.shape[0] for item in items)
@@ -102,10 +105,12 @@ class TowerRunner:
         PATCHES.inc(patches)
         self._rate.add(patches, seconds)
 
-    def _launch(self, items: Sequence[TowerItem], on_device: Callable[[float], None]) -> "Future[list[HeldEmbedding]]":
+    def _launch_and_finish(self, items: Sequence[TowerItem], on_device: Callable[[float], None]) -> list[HeldEmbedding]:
+        return self._finish(items, self._launch(items), on_device)
+
+    def _launch(self, items: Sequence[TowerItem]) -> Launched:
         with self._faults_noted():
-            launched = self._device.launch([item.pixel_values for item in items], [item.grid for item in items])
-        return self._results.submit(self._finish, items, launched, on_device)
+            return self._device.launch([item.pixel_values for item in items], [item.grid for item in items])
 
     def _finish(
         self, items: Sequence[TowerItem], launched: Launched, on_device: Callable[[float], None]
