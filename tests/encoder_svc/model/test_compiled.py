@@ -104,18 +104,31 @@ def load(checkpoint: Path, dtype: torch.dtype, device: str) -> tuple[VisionTower
     return plain, compiled
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-def test_inductor_s_tower_gives_the_results_of_the_other_one(
-    checkpoint: Path, dtype: torch.dtype, tolerance: float
-) -> None:
+def errors(tower: VisionTower, exact: VisionTower) -> Tensor:
+    """How far a tower is from a float32 one, in the mean of each batch."""
+    results = [[one(pixels(exact, grids), grids).float().cpu() for one in (tower, exact)] for grids in GRIDS]
+    return torch.stack([(got - expected).abs().mean() for got, expected in results])
+
+
+def check_inductor_s_tower(checkpoint: Path, dtype: torch.dtype, device: str) -> None:
+    """In float32 the results are the same; in half precision, where fusing rounds otherwise, they are as exact."""
     before = num_compilations()
-    plain, compiled = load(checkpoint, dtype, "cpu")
+    plain, compiled = load(checkpoint, dtype, device)
     made = num_compilations()
     assert made > before
-    assert_equal_results(plain, compiled, tolerance)
+    if dtype == torch.float32:
+        assert_equal_results(plain, compiled, 2e-5 if device == "cpu" else 1e-3)
+    else:
+        exact = load_vision_tower(checkpoint, dtype=torch.float32, device="cpu")
+        assert (errors(compiled, exact) <= 1.2 * errors(plain, exact)).all()
     assert num_compilations() == made
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_s_tower_gives_the_results_of_the_other_one(checkpoint: Path, dtype: torch.dtype) -> None:
+    check_inductor_s_tower(checkpoint, dtype, "cpu")
 
 
 @pytest.mark.slow
@@ -129,11 +142,6 @@ def test_without_a_compiler_the_tower_is_not_loaded_and_the_reason_is_told(check
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
-def test_inductor_s_tower_gives_the_results_of_the_other_one_on_a_gpu(
-    checkpoint: Path, dtype: torch.dtype, tolerance: float
-) -> None:
-    plain, compiled = load(checkpoint, dtype, "cuda")
-    made = num_compilations()
-    assert_equal_results(plain, compiled, tolerance)
-    assert num_compilations() == made
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_s_tower_gives_the_results_of_the_other_one_on_a_gpu(checkpoint: Path, dtype: torch.dtype) -> None:
+    check_inductor_s_tower(checkpoint, dtype, "cuda")
