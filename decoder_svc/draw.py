@@ -8,10 +8,12 @@ in the engine thread, on the model's device. Legend: `R` rows, `K` candidates of
 import hashlib
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decoder_svc.sequence import Sequence
+from decoder_svc.transfers import index_on, to_device
 
 # Temperatures that leave only the most likely token, as in vLLM.
 GREEDY_BELOW = 1e-5
@@ -25,7 +27,7 @@ def choose(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
         if sequence.sampling.temperature > GREEDY_BELOW:
             groups.setdefault(_num_candidates(sequence, scores.shape[1]), []).append(row)
     for num_candidates, rows in groups.items():
-        index = torch.tensor(rows, device=scores.device)
+        index = index_on(rows, scores.device)
         drawn = [sequences[row] for row in rows]
         if num_candidates == 0:
             chosen[index] = _draw_unfiltered(scores[index], drawn)
@@ -82,13 +84,13 @@ def _draw_unfiltered(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
 def _column(sequences: Seq[Sequence], name: str, like: Tensor) -> Tensor:
     """A sampling parameter of each row, [R, 1] float64."""
     values = [getattr(sequence.sampling, name) for sequence in sequences]
-    return torch.tensor(values, device=like.device, dtype=torch.float64)[:, None]
+    return to_device(np.array(values, np.float64), like.device)[:, None]
 
 
 def _invert(probabilities: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """The index [R, 1] at which each row's cumulative sum passes its one uniform number. Weights [R, N], any float."""
     cumulative = probabilities.cumsum(dim=1, dtype=torch.float64)
-    uniform = torch.tensor([_uniform(s) for s in sequences], device=probabilities.device, dtype=torch.float64)
+    uniform = to_device(np.array([_uniform(s) for s in sequences]), probabilities.device)
     total = cumulative[:, -1]
     # Below the total, also after rounding: the index found then has a weight above zero.
     threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -19,17 +19,14 @@ from decoder_svc.block_manager import BlockManager
 from decoder_svc.embedding_pool import EmbeddingPool
 from decoder_svc.engine_metrics import EngineMetrics
 from decoder_svc.grammar import Grammar
-from decoder_svc.grammar_masks import GrammarMasker
-from decoder_svc.input_builder import build_model_input
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.text import TextModel
-from decoder_svc.pooling import pool
-from decoder_svc.prompt_logprobs import take_prompt_logprobs, token_rows
 from decoder_svc.reports import ended, tokens_of, usage_of, without_tokens
 from decoder_svc.request_check import check_request
 from decoder_svc.sampler import SampledToken, Sampler
 from decoder_svc.scheduler import Chunk, Scheduler
 from decoder_svc.sequence import Prompt, Sequence
+from decoder_svc.step_runner import StepRunner
 
 logger = structlog.get_logger(__name__)
 
@@ -82,8 +79,6 @@ class Engine:
         spatial_merge_size: int,
     ) -> None:
         self._model = model
-        self._kv_cache = kv_cache
-        self._sampler = Sampler(eos_token_ids)
         self._limits = limits
         self._eos_token_ids = frozenset(eos_token_ids)
         self._merge_size = spatial_merge_size
@@ -97,7 +92,7 @@ class Engine:
             max_model_len=limits.max_model_len,
             has_media=self.pool.__contains__,
         )
-        self._masker = GrammarMasker(model.config.vocab_size)
+        self._runner = StepRunner(model, kv_cache, Sampler(eos_token_ids), self.pool.tensors)
         self._metrics = EngineMetrics(self.scheduler, self.blocks)
         self._wanted: dict[Sequence, set[str]] = {}  # asked for and not arrived, of those that have media
         self._first_in_need: str | None = None
@@ -216,19 +211,9 @@ class Engine:
 
     def _run(self, chunks: Seq[Chunk]) -> list[SampledToken]:
         """The tokens of chunks. Until all has gone well no sequence changes, so the chunks may be run once more."""
-        model_input = build_model_input(chunks, self.pool.tensors, self._kv_cache.block_size, self._model.device)
-        sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
-        masks = self._masker.begin([sequence.grammar for sequence in sequences])
-        hidden = None
-        if any(sequence.is_pooled for sequence in sequences):
-            hidden, _ = self._model.hidden_states(model_input, self._kv_cache)
-            logits = self._model.logits(hidden)
-        else:
-            logits = self._model(model_input, self._kv_cache)
-        logits = take_prompt_logprobs(chunks, logits)
-        sampled = self._sampler.sample(logits, sequences, masks) if sequences else []
-        if hidden is not None:
-            sampled = pool(sequences, sampled, hidden[token_rows(chunks, hidden.device)])
+        step = self._runner.launch(chunks)
+        self._runner.sample(step)
+        sampled = self._runner.read(step)
         for chunk in chunks:
             self.scheduler.computed(chunk)
         return sampled

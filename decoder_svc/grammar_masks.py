@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decoder_svc.grammar import GrammarState
+from decoder_svc.transfers import index_on, to_device
 
 
 class GrammarMasks:
@@ -28,11 +29,11 @@ class GrammarMasks:
 
     def apply(self, scores: Tensor) -> None:
         """Make what the grammars do not allow impossible; `scores` [R, vocab], in place."""
-        banned = torch.from_numpy(self._banned.result()).to(scores.device, non_blocking=True)
+        banned = to_device(self._banned.result(), scores.device)
         if len(self._rows) == scores.shape[0]:
             scores.masked_fill_(banned, -torch.inf)
         else:
-            index = torch.tensor(self._rows, device=scores.device)
+            index = index_on(self._rows, scores.device)
             scores[index] = scores[index].masked_fill(banned, -torch.inf)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from decoder_svc.model_input import ModelInput
 from decoder_svc.scheduler import Chunk
+from decoder_svc.step_tensors import StepSizes, unpack_step
+from decoder_svc.transfers import to_device
 
 
 def build_model_input(
@@ -26,21 +28,32 @@ def build_model_input(
     starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
     vision_rows, vision_embeds = _vision(chunks, starts, embeddings)
     token_ids = [token for chunk in chunks for token in chunk.sequence.tokens(chunk.start, chunk.end)]
-
-    def on_device(array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    return ModelInput(
-        input_ids=on_device(np.array(token_ids, np.int64)),
-        positions=on_device(_positions(chunks, starts)),
-        slot_mapping=on_device(_slots(chunks, starts, block_size)),
-        cu_seqlens_q=on_device(starts.astype(np.int32)),
-        context_lens=on_device(np.array([chunk.end for chunk in chunks], np.int32)),
-        block_tables=on_device(_block_tables(chunks, block_size)),
-        vision_rows=on_device(vision_rows),
-        vision_embeds=None if vision_embeds is None else vision_embeds.to(device, non_blocking=True),
-        logits_rows=on_device(_logits_rows(chunks, starts)),
+    kv_lens = tuple(chunk.end for chunk in chunks)
+    tables = _block_tables(chunks, block_size)
+    logits_rows = _logits_rows(chunks, starts)
+    sizes = StepSizes(
+        num_tokens=len(token_ids),
+        max_blocks=tables.shape[1],
+        num_vision=len(vision_rows),
+        width=0 if vision_embeds is None else vision_embeds.shape[1],
+        num_logits=len(logits_rows),
+        query_lens=tuple(chunk.num_tokens for chunk in chunks),
+        kv_lens=kv_lens,
     )
+    integers = np.concatenate(
+        [
+            np.array(token_ids, np.int64),
+            _positions(chunks, starts).reshape(-1),
+            _slots(chunks, starts, block_size),
+            starts,
+            np.array(kv_lens, np.int64),
+            tables.reshape(-1),
+            vision_rows,
+            logits_rows,
+        ]
+    )
+    embeds = None if vision_embeds is None else vision_embeds.to(device, non_blocking=True)
+    return unpack_step(sizes, to_device(integers, device), embeds)
 
 
 def _logits_rows(chunks: Seq[Chunk], starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -81,10 +94,10 @@ def _slots(chunks: Seq[Chunk], starts: NDArray[np.int64], block_size: int) -> ND
     return slots
 
 
-def _block_tables(chunks: Seq[Chunk], block_size: int) -> NDArray[np.int32]:
+def _block_tables(chunks: Seq[Chunk], block_size: int) -> NDArray[np.int64]:
     """Blocks that hold each sequence's context, padded with the first one."""
     counts = [-(-chunk.end // block_size) for chunk in chunks]
-    tables = np.zeros((len(chunks), max(counts)), np.int32)
+    tables = np.zeros((len(chunks), max(counts)), np.int64)
     for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
         tables[row] = chunk.sequence.block_table[0]
         tables[row, :count] = chunk.sequence.block_table[:count]

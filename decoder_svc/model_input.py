@@ -1,10 +1,11 @@
 """Everything that one step of the language model needs, packed.
 
 Owns the shape contract between the engine, which builds it, and the model, which only reads it. Plain data: any
-thread may hold it; its tensors lie on the model's device.
+thread may hold it; its tensors lie on the model's device, and what the host must know of them stands beside them.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ class ModelInput:
     vision_rows    [V] int64               rows of this step that are vision tokens, ascending
     vision_embeds  [V, H*(1+L)] or None    their payload rows: main embeddings, then L DeepStack levels
     logits_rows    [R] int64               rows whose logits are wanted
+    query_lens     S integers on the host: new tokens of each sequence
+    kv_lens        S integers on the host: what `context_lens` says
     """
 
     input_ids: Tensor
@@ -33,3 +36,10 @@ class ModelInput:
     vision_rows: Tensor
     vision_embeds: Tensor | None
     logits_rows: Tensor
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+
+    @property
+    def first_rows(self) -> list[int]:
+        """On the host, what `cu_seqlens_q` says."""
+        return list(accumulate(self.query_lens, initial=0))

@@ -5,29 +5,43 @@ so a step that is run again, or a prompt that is computed again, changes nothing
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from decoder_svc.sampler import prompt_logprobs
+from decoder_svc.sampler import logprobs_of, token_logprobs
 from decoder_svc.scheduler import Chunk
+from decoder_svc.transfers import Readback, index_on
 
 
-@torch.inference_mode()
-def take_prompt_logprobs(chunks: Seq[Chunk], logits: Tensor) -> Tensor:
-    """Give the sequences of chunks what they want of their prompts; returns the rows that give tokens.
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """What a step tells of its prompts: chunks, and the part of its readback [rows, 1 + 2k] for each."""
 
-    logits   [R, vocab]  of each chunk its prompt rows, then one if it gives a token
-    returns  [tokens, vocab]
-    """
-    if not any(chunk.num_prompt_rows for chunk in chunks):
-        return logits
-    row = 0
-    for chunk in chunks:
-        if count := chunk.num_prompt_rows:
-            _take(chunk, logits[row : row + count])
-        row += count + chunk.gives_token
-    return logits[token_rows(chunks, logits.device)]
+    parts: list[tuple[Chunk, int]]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, chunks: Seq[Chunk], logits: Tensor, readback: Readback) -> "PromptLogprobs":
+        """From the logits of a step: of each chunk its prompt rows, then one if it gives a token. [R, vocab]."""
+        parts, row = [], 0
+        for chunk in chunks:
+            if count := chunk.num_prompt_rows:
+                parts.append((chunk, readback.add(_entries(chunk, logits[row : row + count]))))
+            row += count + chunk.gives_token
+        return cls(parts)
+
+    def keep(self, arrived: Seq[Tensor]) -> None:
+        """Give the sequences their entries, once the readback's parts have arrived."""
+        for chunk, part in self.parts:
+            sequence, rows = chunk.sequence, arrived[part].tolist()
+            count = sequence.sampling.num_prompt_logprobs
+            assert sequence.prompt_logprobs is not None
+            assert count is not None
+            sequence.prompt_logprobs[chunk.start : chunk.start + len(rows)] = [
+                token_logprobs(row, count) for row in rows
+            ]
 
 
 def token_rows(chunks: Seq[Chunk], device: torch.device) -> Tensor:
@@ -37,15 +51,12 @@ def token_rows(chunks: Seq[Chunk], device: torch.device) -> Tensor:
         row += chunk.num_prompt_rows + chunk.gives_token
         if chunk.gives_token:
             rows.append(row - 1)
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return index_on(rows, device)
 
 
-def _take(chunk: Chunk, logits: Tensor) -> None:
-    """Keep the entries of one chunk's rows [rows, vocab]."""
-    sequence = chunk.sequence
-    count = sequence.sampling.num_prompt_logprobs
-    assert sequence.prompt_logprobs is not None
-    assert count is not None
-    end = chunk.start + len(logits)
-    found = prompt_logprobs(logits, sequence.tokens(chunk.start + 1, end + 1), count)
-    sequence.prompt_logprobs[chunk.start : end] = found
+def _entries(chunk: Chunk, logits: Tensor) -> Tensor:
+    """Of a chunk's rows [rows, vocab] the prompt's own next tokens, and the best: [rows, 1 + 2k] float64."""
+    next_token_ids = chunk.sequence.tokens(chunk.start + 1, chunk.start + len(logits) + 1)
+    num_logprobs = chunk.sequence.sampling.num_prompt_logprobs
+    assert num_logprobs is not None
+    return logprobs_of(logits.float().log_softmax(dim=1), index_on(next_token_ids, logits.device), num_logprobs)

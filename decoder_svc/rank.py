@@ -20,7 +20,6 @@ from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.parallel import Shard
 from decoder_svc.model.text import TextModel
 from decoder_svc.model.weights import load_text_model
-from decoder_svc.step_tensors import HEADER_BYTES
 from decoder_svc.tensor_parallel import Channel, ProcessRanks, RankSetup
 
 logger = structlog.get_logger(__name__)
@@ -42,7 +41,7 @@ def run(channel: Channel) -> int:
     logger.info("rank is ready", device=str(model.device), kv_cache_bytes=kv_cache.num_bytes)
     while True:
         try:
-            header = channel.receive(HEADER_BYTES)
+            header = channel.receive_message()
         except EOFError:
             return 0
         step = ranks.receive_step(header)

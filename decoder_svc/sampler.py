@@ -1,13 +1,15 @@
 """From logits to tokens, for all sequences of a step together.
 
-Owns penalties, bans, log probabilities and the one transfer to the host; how a token is drawn is `draw`'s. A row's
-token depends on nothing but its own row, so a stream that is batched with others gives the same tokens. Runs in the
-engine thread, on the model's device. Legend: `R` rows, one for each sequence that gets a token; `W` wanted rows.
+Owns penalties, bans and log probabilities; how a token is drawn is `draw`'s. What is chosen stays on the device until a
+`Readback` brings it to the host. A row's token depends on nothing but its own row, so a stream that is batched with
+others gives the same tokens. Runs in the engine thread, on the model's device. Legend: `R` rows, one for each sequence
+that gets a token; `W` wanted rows.
 """
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from common.messages import TokenLogprobs
 from decoder_svc.draw import choose
 from decoder_svc.grammar_masks import GrammarMasks
 from decoder_svc.sequence import Sequence
+from decoder_svc.transfers import Readback, index_on, to_device
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,35 @@ class SampledToken:
     embedding: list[float] | None = None  # instead of the token, of a sequence that is pooled
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens that were chosen on the device.
+
+    token_ids  [R] int64         there
+    state      part of a readback [R, 3]: the token, whether its row is finite, whether it is possible
+    logprobs   part of a readback [W, 1 + 2k] of the rows of `wanted`, or None
+    """
+
+    token_ids: Tensor
+    state: int
+    logprobs: int | None
+    wanted: dict[int, int]
+
+    def sampled(self, parts: Seq[Tensor]) -> list[SampledToken]:
+        """The same on the host, once the readback's parts have arrived."""
+        found: dict[int, TokenLogprobs] = {}
+        if self.logprobs is not None:
+            rows = parts[self.logprobs].tolist()
+            found = {
+                row: token_logprobs(values, count)
+                for (row, count), values in zip(self.wanted.items(), rows, strict=True)
+            }
+        return [
+            SampledToken(int(token), is_finite=bool(is_finite), is_possible=bool(is_possible), logprobs=found.get(row))
+            for row, (token, is_finite, is_possible) in enumerate(parts[self.state].tolist())
+        ]
+
+
 class Sampler:
     """Chooses the next token of each sequence."""
 
@@ -38,14 +70,15 @@ class Sampler:
         self._eos_token_ids = list(eos_token_ids)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: Seq[Sequence], masks: GrammarMasks | None = None) -> list[SampledToken]:
+    def draw(self, logits: Tensor, sequences: Seq[Sequence], masks: GrammarMasks | None, readback: Readback) -> Drawn:
         """One token for each row of `logits` [R, vocab], any float dtype; float32 ones are overwritten."""
         scores = logits.float()
         # NaN is the largest and the smallest of a row that has one; looking at each number takes ten times as long.
         is_finite = torch.isfinite(scores.amax(dim=1)) & torch.isfinite(scores.amin(dim=1))
         counts = [sequence.sampling.num_logprobs for sequence in sequences]
         wanted = {row: count for row, count in enumerate(counts) if count is not None}
-        raw = scores[list(wanted)].log_softmax(dim=1) if wanted else None
+        rows = index_on(list(wanted), scores.device)
+        raw = scores.index_select(0, rows).log_softmax(dim=1) if wanted else None
         is_adjusted = self._adjust(scores, sequences)
         if masks is not None:
             masks.apply(scores)
@@ -53,7 +86,11 @@ class Sampler:
         is_possible = is_finite
         if is_adjusted or masks is not None:
             is_possible = scores.gather(1, chosen[:, None]).squeeze(1) > -torch.inf
-        return _on_host(chosen, is_finite, is_possible, raw, wanted)
+        state = readback.add(torch.stack([chosen.double(), is_finite.double(), is_possible.double()], dim=1))
+        logprobs = None
+        if raw is not None:
+            logprobs = readback.add(logprobs_of(raw, chosen.index_select(0, rows), max(wanted.values())))
+        return Drawn(chosen, state, logprobs, wanted)
 
     def _adjust(self, scores: Tensor, sequences: Seq[Sequence]) -> bool:
         """Apply penalties, biases and bans to the rows [R, vocab], in place; whether there were any."""
@@ -64,17 +101,17 @@ class Sampler:
                 _penalise_repetition(scores[row], sequence.distinct_token_ids(), sampling.repetition_penalty)
             if sampling.frequency_penalty or sampling.presence_penalty:
                 counts = sequence.output_counts()
-                times = _on_device(np.fromiter(counts.values(), np.float32), scores)
-                ids = _on_device(np.fromiter(counts, np.int64), scores)
+                times = to_device(np.fromiter(counts.values(), np.float32), scores.device)
+                ids = to_device(np.fromiter(counts, np.int64), scores.device)
                 scores[row, ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
             if sampling.logit_bias:
-                ids = _on_device(np.fromiter(sampling.logit_bias, np.int64), scores)
-                scores[row, ids] += _on_device(np.fromiter(sampling.logit_bias.values(), np.float32), scores)
+                ids = to_device(np.fromiter(sampling.logit_bias, np.int64), scores.device)
+                scores[row, ids] += to_device(np.fromiter(sampling.logit_bias.values(), np.float32), scores.device)
             if sampling.allowed_token_ids is not None:
-                _keep_only(scores[row], _on_device(np.array(sampling.allowed_token_ids, np.int64), scores))
+                _keep_only(scores[row], to_device(np.array(sampling.allowed_token_ids, np.int64), scores.device))
                 is_adjusted = True
             if banned := list(self._banned(sequence)):
-                scores[row, _on_device(np.array(banned, np.int64), scores)] = -torch.inf
+                scores[row, to_device(np.array(banned, np.int64), scores.device)] = -torch.inf
                 is_adjusted = True
         return is_adjusted
 
@@ -91,21 +128,9 @@ class Sampler:
                 yield last
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: Seq[int], num_logprobs: int) -> list[TokenLogprobs]:
-    """Log probabilities of the prompt's own tokens, each at the position before it.
-
-    logits          [W, vocab] any float dtype
-    next_token_ids  the prompt's token behind each row
-    """
-    logprobs = logits.float().log_softmax(dim=1)
-    chosen = torch.tensor(next_token_ids, device=logits.device)
-    found = _logprobs_of(logprobs, chosen, num_logprobs).tolist()
-    return [_token_logprobs(row, num_logprobs) for row in found]
-
-
 def _penalise_repetition(scores: Tensor, seen: NDArray[np.int64], penalty: float) -> None:
     """Divide the positive scores of tokens that were seen, and multiply the others; `scores` [vocab], in place."""
-    ids = _on_device(seen, scores)
+    ids = to_device(seen, scores.device)
     values = scores[ids]
     scores[ids] = torch.where(values > 0, values / penalty, values * penalty)
 
@@ -117,11 +142,7 @@ def _keep_only(scores: Tensor, ids: Tensor) -> None:
     scores[ids] = kept
 
 
-def _on_device(array: NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device, non_blocking=True)
-
-
-def _logprobs_of(logprobs: Tensor, chosen: Tensor, num_logprobs: int) -> Tensor:
+def logprobs_of(logprobs: Tensor, chosen: Tensor, num_logprobs: int) -> Tensor:
     """[W, vocab] and [W] -> [W, 1 + 2k] float64: the chosen one's, the k best ones' ids, and theirs."""
     parts = [logprobs.gather(1, chosen[:, None]).double()]
     if count := min(num_logprobs, logprobs.shape[1]):
@@ -130,40 +151,10 @@ def _logprobs_of(logprobs: Tensor, chosen: Tensor, num_logprobs: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _token_logprobs(row: Seq[float], num_logprobs: int) -> TokenLogprobs:
-    """What a row of `_logprobs_of` says."""
-    count = min(num_logprobs, (len(row) - 1) // 2)
-    pairs = zip(row[1 : 1 + count], row[-count:] if count else (), strict=True)
-    return TokenLogprobs(logprob=row[0], top=[(int(token_id), value) for token_id, value in pairs])
-
-
-def _on_host(
-    chosen: Tensor, is_finite: Tensor, is_possible: Tensor, raw: Tensor | None, wanted: dict[int, int]
-) -> list[SampledToken]:
-    """Bring everything to the host at once: each transfer would wait for the device.
-
-    chosen, is_finite, is_possible  [R]
-    raw                             [W, vocab] log probabilities of the rows of `wanted`, or None
-    """
-    parts = [torch.stack([chosen.double(), is_finite.double(), is_possible.double()], dim=1).flatten()]
-    most = max(wanted.values(), default=0)
-    if raw is not None:
-        rows = torch.tensor(list(wanted), device=chosen.device)
-        parts.append(_logprobs_of(raw, chosen[rows], most).flatten())
-    values = torch.cat(parts).tolist()
-    num_rows = chosen.shape[0]
-    width = 0 if raw is None else 1 + 2 * min(most, raw.shape[1])
-    logprobs: dict[int, TokenLogprobs] = {}
-    for index, (row, count) in enumerate(wanted.items()):
-        found = values[3 * num_rows + index * width : 3 * num_rows + (index + 1) * width]
-        all_of_them = _token_logprobs(found, most)
-        logprobs[row] = TokenLogprobs(logprob=all_of_them.logprob, top=all_of_them.top[:count])
-    return [
-        SampledToken(
-            token_id=int(values[3 * row]),
-            is_finite=bool(values[3 * row + 1]),
-            is_possible=bool(values[3 * row + 2]),
-            logprobs=logprobs.get(row),
-        )
-        for row in range(num_rows)
-    ]
+def token_logprobs(row: Seq[float], num_logprobs: int) -> TokenLogprobs:
+    """What a row of `logprobs_of` says, of its best `num_logprobs`."""
+    most = (len(row) - 1) // 2
+    pairs = zip(row[1 : 1 + most], row[1 + most :], strict=True)
+    return TokenLogprobs(
+        logprob=row[0], top=[(int(token_id), value) for token_id, value in islice(pairs, num_logprobs)]
+    )

@@ -23,21 +23,23 @@ MAX_PROMPT_LOGPROB_ROWS = 256
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `[start, start + num_tokens)` of a sequence run in this step."""
+    """Tokens `[start, start + num_tokens)` of a sequence run in this step.
+
+    `gives_token`: it reaches what was the newest token when it was scheduled, so that a next one can be sampled.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    gives_token: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gives_token", self.end == self.sequence.num_tokens)
 
     @property
     def end(self) -> int:
         """First token that does not run."""
         return self.start + self.num_tokens
-
-    @property
-    def gives_token(self) -> bool:
-        """Whether the chunk reaches the newest token, so that a next one can be sampled."""
-        return self.end == self.sequence.num_tokens
 
     @property
     def num_prompt_rows(self) -> int:

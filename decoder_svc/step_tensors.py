@@ -1,10 +1,10 @@
-"""One step's inputs as they go from rank 0 to the other ranks: a header of sizes, one row of integers, one payload.
+"""A step's inputs as they travel, to the device and to other ranks: sizes, one row of integers, one payload.
 
 Owns the layout; `ModelInput` says what the tensors mean. Knows nothing of how they travel. Pure tensor functions.
 """
 
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,36 +12,55 @@ from torch import Tensor
 from decoder_svc.model_input import ModelInput
 
 _HEADER = struct.Struct("<6q")
-HEADER_BYTES = _HEADER.size
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of a step's tensors, by the letters of `ModelInput`; `width` is 0 without a vision payload."""
+    """What the host knows of a step's tensors: their sizes, by the letters of `ModelInput`, and the sequences' lengths.
+
+    `width` is 0 without a vision payload.
+    """
 
     num_tokens: int
-    num_sequences: int
     max_blocks: int
     num_vision: int
     width: int
     num_logits: int
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
 
     @classmethod
     def of(cls, step: ModelInput) -> "StepSizes":
-        """Those of a step, known on the host."""
-        num_sequences, max_blocks = step.block_tables.shape
+        """Those of a step."""
         width = 0 if step.vision_embeds is None else step.vision_embeds.shape[1]
-        num_vision, num_logits = step.vision_rows.shape[0], step.logits_rows.shape[0]
-        return cls(step.input_ids.shape[0], num_sequences, max_blocks, num_vision, width, num_logits)
+        return cls(
+            step.input_ids.shape[0],
+            step.block_tables.shape[1],
+            step.vision_rows.shape[0],
+            width,
+            step.logits_rows.shape[0],
+            step.query_lens,
+            step.kv_lens,
+        )
 
     @classmethod
     def unpack(cls, header: bytes) -> "StepSizes":
-        """From `HEADER_BYTES` bytes."""
-        return cls(*_HEADER.unpack(header))
+        """From what `pack` gave."""
+        num_sequences, num_tokens, max_blocks, num_vision, width, num_logits = _HEADER.unpack_from(header)
+        lens = struct.unpack_from(f"<{2 * num_sequences}q", header, _HEADER.size)
+        query_lens, kv_lens = lens[:num_sequences], lens[num_sequences:]
+        return cls(num_tokens, max_blocks, num_vision, width, num_logits, query_lens, kv_lens)
 
     def pack(self) -> bytes:
-        """To `HEADER_BYTES` bytes."""
-        return _HEADER.pack(*astuple(self))
+        """As bytes, for another process."""
+        sizes = (self.num_sequences, self.num_tokens, self.max_blocks, self.num_vision, self.width, self.num_logits)
+        lens = (*self.query_lens, *self.kv_lens)
+        return _HEADER.pack(*sizes) + struct.pack(f"<{len(lens)}q", *lens)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are."""
+        return len(self.query_lens)
 
     @property
     def lengths(self) -> list[int]:
@@ -86,4 +105,6 @@ def unpack_step(sizes: StepSizes, integers: Tensor, vision_embeds: Tensor | None
         vision_rows=vision_rows,
         vision_embeds=vision_embeds,
         logits_rows=logits_rows,
+        query_lens=sizes.query_lens,
+        kv_lens=sizes.kv_lens,
     )

@@ -36,7 +36,7 @@ BROADCAST_BYTES = Counter(
 TIMEOUT = timedelta(seconds=600)
 LOOPBACK = "lo"
 _NUMBER = struct.Struct("<q")
-_MAX_SETUP_BYTES = 1 << 16
+_MAX_MESSAGE_BYTES = 1 << 16
 _GONE = "the other end of a rank's channel is gone"
 
 
@@ -70,15 +70,22 @@ class Channel:
 
     def send_setup(self, setup: RankSetup) -> None:
         """Tell a rank what it is."""
-        data = msgspec.msgpack.encode(setup)
-        self.send_number(len(data))
-        self.send(data)
+        self.send_message(msgspec.msgpack.encode(setup))
 
     def receive_setup(self) -> RankSetup:
         """What this rank is. Raises EOFError."""
+        return msgspec.msgpack.decode(self.receive_message(), type=RankSetup)
+
+    def send_message(self, data: bytes) -> None:
+        """Bytes of any number. Raises EOFError."""
+        self.send_number(len(data))
+        self.send(data)
+
+    def receive_message(self) -> bytes:
+        """What `send_message` sent. Raises EOFError."""
         length = self.receive_number()
-        assert 0 < length <= _MAX_SETUP_BYTES
-        return msgspec.msgpack.decode(self.receive(length), type=RankSetup)
+        assert 0 < length <= _MAX_MESSAGE_BYTES
+        return self.receive(length)
 
     def send_number(self, value: int) -> None:
         """One integer. Raises EOFError."""
@@ -176,7 +183,7 @@ class ProcessRanks:
         self._is_in_step = True
         sizes = StepSizes.of(model_input)
         for channel in self._channels:
-            channel.send(sizes.pack())
+            channel.send_message(sizes.pack())
         parts = [pack_integers(model_input)]
         if model_input.vision_embeds is not None:
             parts.append(model_input.vision_embeds.to(self._dtype).contiguous())

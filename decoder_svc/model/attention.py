@@ -7,7 +7,6 @@ Runs in the compute thread. Legend: `T` packed tokens, `S` sequences, `g` query 
 
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch import Tensor
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.kernels import NativeKernels, TorchKernels
 from decoder_svc.model_input import ModelInput
+from decoder_svc.transfers import index_on, to_device
 
 # Rows of a prefill tile: its scores stay in cache, and keys after the tile are never touched.
 QUERY_TILE = 128
@@ -119,31 +119,29 @@ def decode_groups(num_blocks: dict[int, int], max_blocks: int) -> list[list[int]
 
 def _decoding(model_input: ModelInput) -> dict[int, int]:
     """Sequences with one new token, and their contexts."""
-    starts, contexts = model_input.cu_seqlens_q.tolist(), model_input.context_lens.tolist()
-    return {seq: context for seq, context in enumerate(contexts) if starts[seq + 1] - starts[seq] == 1}
+    lens = zip(model_input.query_lens, model_input.kv_lens, strict=True)
+    return {seq: context for seq, (count, context) in enumerate(lens) if count == 1}
 
 
 def _plan_prefills(model_input: ModelInput, kv_cache: KVCache) -> list[PrefillPlan]:
     """Sequences with more than one new token."""
-    starts, contexts = model_input.cu_seqlens_q.tolist(), model_input.context_lens.tolist()
-    prefills = []
-    for seq, context in enumerate(contexts):
-        if starts[seq + 1] - starts[seq] > 1:
+    starts, prefills = model_input.first_rows, []
+    for seq, (count, context) in enumerate(zip(model_input.query_lens, model_input.kv_lens, strict=True)):
+        if count > 1:
             blocks = model_input.block_tables[seq, : -(-context // kv_cache.block_size)]
-            prefills.append(PrefillPlan(starts[seq], starts[seq + 1], context, kv_cache.rows_of(blocks)))
+            prefills.append(PrefillPlan(starts[seq], starts[seq] + count, context, kv_cache.rows_of(blocks)))
     return prefills
 
 
 def _plan_decode(model_input: ModelInput, seqs: list[int], kv_cache: KVCache) -> DecodePlan:
-    device, block_size = model_input.block_tables.device, kv_cache.block_size
-    index = torch.tensor(seqs, device=device)
-    contexts = model_input.context_lens[index]
-    num_blocks = -(-int(contexts.max()) // block_size)
-    gather_rows = kv_cache.rows_of(model_input.block_tables[index, :num_blocks])
-    invalid = torch.arange(num_blocks * block_size, device=device) >= contexts[:, None]
-    sequence, position = invalid.nonzero(as_tuple=True)
-    rows = model_input.cu_seqlens_q[index].long()
-    return DecodePlan(rows, gather_rows, invalid[:, None], (sequence, position))
+    device, starts = model_input.block_tables.device, model_input.first_rows
+    contexts = np.array([model_input.kv_lens[seq] for seq in seqs])
+    num_blocks = -(-int(contexts.max()) // kv_cache.block_size)
+    invalid = np.arange(num_blocks * kv_cache.block_size) >= contexts[:, None]
+    sequence, position = (to_device(axis, device) for axis in invalid.nonzero())
+    tables = model_input.block_tables[index_on(seqs, device), :num_blocks]
+    rows = index_on([starts[seq] for seq in seqs], device)
+    return DecodePlan(rows, kv_cache.rows_of(tables), to_device(invalid[:, None], device), (sequence, position))
 
 
 def _attend_prefill(q: Tensor, kv_cache: KVCache, layer: int, plan: PrefillPlan) -> Tensor:
@@ -264,12 +262,9 @@ class FlashPagedAttention:
         self._varlen: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_varlen_func
 
     def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> FlashPlan:
-        starts, contexts = model_input.cu_seqlens_q.tolist(), model_input.context_lens
-        cu_seqlens_k = torch.nn.functional.pad(contexts.cumsum(0), (1, 0)).to(torch.int32)
-        longest_q = max(end - start for start, end in itertools.pairwise(starts))
-        return FlashPlan(
-            model_input.cu_seqlens_q, cu_seqlens_k, longest_q, int(contexts.max()), model_input.block_tables
-        )
+        cu_seqlens_k = torch.nn.functional.pad(model_input.context_lens.cumsum(0), (1, 0)).to(torch.int32)
+        longest_q, longest_k = max(model_input.query_lens), max(model_input.kv_lens)
+        return FlashPlan(model_input.cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, model_input.block_tables)
 
     def attend(self, q: Tensor, kv_cache: KVCache, layer: int, plan: FlashPlan) -> Tensor:
         keys, values = kv_cache.pages(layer)

@@ -47,35 +47,37 @@ class Experts(nn.Module):
         """
         choices = experts.flatten()
         order = choices.argsort(stable=True)
-        counts = torch.bincount(choices, minlength=self.down_proj.shape[0])
-        # The grouped product needs no word from the device about the counts; on CPU it would visit idle experts too.
+        # Not bincount, which asks the device for the largest choice.
+        experts_in_order = torch.arange(self.down_proj.shape[0], device=choices.device)
+        ends = torch.searchsorted(choices[order], experts_in_order, right=True)
+        # The grouped product needs no word from the device about the rows; on CPU it would visit idle experts too.
         is_grouped = hidden.is_cuda and hidden.dtype == torch.bfloat16
         gathered = hidden[order // experts.shape[1]]
-        mixed = (self.grouped if is_grouped else self.looped)(gathered, counts) * weights.flatten()[order, None]
+        mixed = (self.grouped if is_grouped else self.looped)(gathered, ends) * weights.flatten()[order, None]
         # Back in the order of tokens and summed there: atomic additions would come in another order each time.
         return torch.empty_like(mixed).index_copy_(0, order, mixed).view(*experts.shape, -1).sum(dim=1)
 
-    def grouped(self, gathered: Tensor, counts: Tensor) -> Tensor:
+    def grouped(self, gathered: Tensor, ends: Tensor) -> Tensor:
         """All experts in two products.
 
         gathered  [T*k, H]  rows in the order of their experts
-        counts    [E] int64 rows of each expert
+        ends      [E] int64 behind the last row of each expert
         returns   [T*k, H]
         """
-        ends = counts.cumsum(0).to(torch.int32)
+        ends = ends.to(torch.int32)
         gate, up = F.grouped_mm(gathered, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         return F.grouped_mm(self.activation(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
 
-    def looped(self, gathered: Tensor, counts: Tensor) -> Tensor:
+    def looped(self, gathered: Tensor, ends: Tensor) -> Tensor:
         """The same, one expert that has rows after the other."""
         out = torch.empty_like(gathered)
         start = 0
-        for expert, count in enumerate(counts.tolist()):
-            if count:
-                rows = slice(start, start + count)
+        for expert, end in enumerate(ends.tolist()):
+            if end > start:
+                rows = slice(start, end)
                 gate, up = F.linear(gathered[rows], self.gate_up_proj[expert]).chunk(2, dim=-1)
                 out[rows] = F.linear(self.activation(gate) * up, self.down_proj[expert])
-                start += count
+                start = end
         return out
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from common.messages import SequenceTokens, Usage
 from decoder_svc.engine import Engine
-from decoder_svc.sampler import SampledToken
+from decoder_svc.sampler import Drawn
 from decoder_svc.sequence import Sequence
+from decoder_svc.transfers import Readback
 from tests.decoder_svc.engines import Driver, LateDelivery, World, driver, make_engine, request_of, solo
 from tests.decoder_svc.requests import PAD_ID, generate_request, greedy, key_of, picture
 
@@ -70,14 +71,15 @@ def test_a_step_that_other_ranks_are_in_ends_the_engine_when_it_raises(world: Wo
 
 def test_a_sampler_that_raises_leaves_the_others_as_they_were(world: World) -> None:
     run = driver(world)
-    sample = run.engine._sampler.sample
+    sampler = run.engine._runner.sampler
+    draw = sampler.draw
 
-    def failing(logits: Tensor, sequences: list[Sequence], masks: object) -> list[SampledToken]:
+    def failing(logits: Tensor, sequences: list[Sequence], masks: None, readback: Readback) -> Drawn:
         if any(sequence.request_id == "bad" for sequence in sequences):
             raise RuntimeError("an index out of range, say")
-        return sample(logits, sequences)
+        return draw(logits, sequences, masks, readback)
 
-    run.engine._sampler.sample = failing  # type: ignore[method-assign,assignment]
+    sampler.draw = failing  # type: ignore[method-assign,assignment]
     good = request_of(world, TEXT, 0, MORE, request_id="good")
     run.add(good, request_of(world, MORE, request_id="bad"))
     run.run()

@@ -66,7 +66,7 @@ def test_hidden_states_before_chosen_layers_are_the_references(world: World) -> 
     sequence.block_table = engine.blocks.try_take(engine.blocks.blocks_for(sequence.num_tokens)) or []
     chunk = Chunk(sequence, 0, sequence.num_tokens)
     model_input = build_model_input([chunk], world.embeddings, engine.blocks.block_size, world.pair.model.device)
-    last, taken = world.pair.model.hidden_states(model_input, engine._kv_cache, (0, 1, 3))
+    last, taken = world.pair.model.hidden_states(model_input, engine._runner._kv_cache, (0, 1, 3))
     inputs: dict[int, Tensor] = {}
     hooks = [
         # What the reference calls hidden states lacks the DeepStack level that is added before the next layer.

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from common.messages import SamplingParams
-from decoder_svc.sampler import SampledToken, Sampler, prompt_logprobs
+from decoder_svc.prompt_logprobs import PromptLogprobs
+from decoder_svc.sampler import SampledToken, Sampler
+from decoder_svc.scheduler import Chunk
 from decoder_svc.sequence import Sequence
+from decoder_svc.transfers import Readback
 from tests.decoder_svc.requests import sequence_of
+from tests.decoder_svc.sampling import sample_with
 
 EOS = 4
 # Probabilities 0.5, 0.25, 0.125, 0.0625, 0.0625 of tokens 0 to 4.
@@ -25,7 +29,7 @@ def sequence(output: list[int] | None = None, prompt: list[int] | None = None, *
 
 
 def sample(logits: Tensor, *sequences: Sequence, eos: tuple[int, ...] = (EOS,)) -> list[SampledToken]:
-    return Sampler(eos).sample(logits.expand(len(sequences), -1).clone(), sequences)
+    return sample_with(Sampler(eos), logits.expand(len(sequences), -1).clone(), sequences)
 
 
 def token(logits: Tensor, drawn: Sequence) -> int:
@@ -183,7 +187,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_touches_no_other(bad: float) ->
     rows = HALVES.repeat(3, 1)
     rows[1, 2] = bad
     drawn = [sequence(temperature=1.0, seed=seed) for seed in range(3)]
-    results = Sampler([EOS]).sample(rows, drawn)
+    results = sample_with(Sampler([EOS]), rows, drawn)
     assert [result.is_finite for result in results] == [True, False, True]
     assert [results[0], results[2]] == sample(HALVES, drawn[0], drawn[2])
 
@@ -192,8 +196,8 @@ def test_half_precision_logits_and_inference_tensors_are_adjusted_too() -> None:
     with torch.inference_mode():
         as_from_model = torch.tensor([[3.0, 2.0, 1.0]])
     penalised = sequence(output=[0], presence_penalty=2.5)
-    assert Sampler([]).sample(as_from_model, [penalised])[0].token_id == 1
-    assert Sampler([]).sample(torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.bfloat16), [penalised])[0].token_id == 1
+    assert sample_with(Sampler([]), as_from_model, [penalised])[0].token_id == 1
+    assert sample_with(Sampler([]), torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.bfloat16), [penalised])[0].token_id == 1
 
 
 def test_only_allowed_tokens_come_whatever_their_scores() -> None:
@@ -226,7 +230,14 @@ def test_equal_scores_at_the_edge_of_top_k_go_to_the_lower_ids_in_any_batch() ->
 
 
 def test_log_probabilities_of_the_prompt_are_those_of_its_own_tokens() -> None:
-    found = prompt_logprobs(HALVES.repeat(2, 1), [1, 4], 1)
-    assert [entry.logprob for entry in found] == pytest.approx([math.log(1 / 4), math.log(1 / 16)])
-    assert [[token_id for token_id, _ in entry.top] for entry in found] == [[0], [0]]
-    assert prompt_logprobs(HALVES.repeat(1, 1), [2], 0)[0].top == []
+    for count in (0, 1):
+        asked = sequence(prompt=[0, 1, 4], num_prompt_logprobs=count)
+        asked.prompt_logprobs = []
+        readback = Readback()
+        told = PromptLogprobs.of([Chunk(asked, 0, 2)], HALVES.repeat(2, 1), readback)
+        assert asked.prompt_logprobs == [], "nothing is known before it is read"
+        readback.start()
+        told.keep(readback.wait())
+        found = asked.prompt_logprobs
+        assert [entry.logprob for entry in found] == pytest.approx([math.log(1 / 4), math.log(1 / 16)])
+        assert [[token_id for token_id, _ in entry.top] for entry in found] == [[0] * count] * 2

@@ -16,6 +16,7 @@ from decoder_svc.sampler import Sampler
 from tests.decoder_svc.engines import Driver, World, driver, make_engine, request_of, solo
 from tests.decoder_svc.grammars import EOS_ID, VOCAB_SIZE, compiler, ids_of, schema_text, text_of, varied_schema
 from tests.decoder_svc.requests import generate_request, greedy, sequence_of
+from tests.decoder_svc.sampling import sample_with
 
 TEXT = [5, 17, 200, 33, 7, 90, 121]
 
@@ -51,7 +52,9 @@ def drawn_answers(texts: list[str], num_steps: int) -> list[list[int] | None]:
         open_ones = [i for i, answer in enumerate(answers) if answer is None]
         logits = torch.randn(len(open_ones), VOCAB_SIZE, generator=generator)
         masks = masker.begin([states[i] for i in open_ones])
-        for i, token in zip(open_ones, sampler.sample(logits, [sequences[i] for i in open_ones], masks), strict=True):
+        for i, token in zip(
+            open_ones, sample_with(sampler, logits, [sequences[i] for i in open_ones], masks), strict=True
+        ):
             assert token.is_possible
             assert states[i].error is None
             if token.token_id != EOS_ID:
@@ -183,14 +186,14 @@ def test_masks_are_computed_while_the_model_runs(world: World) -> None:
     there = threading.Event()
     model = WaitingModel(world.pair.model, there)
     run = Driver(make_engine(model), world.embeddings.__getitem__)  # type: ignore[arg-type]
-    banned = run.engine._masker._banned
+    banned = run.engine._runner.masker._banned
 
     def computed(states: object) -> object:
         result = banned(states)  # type: ignore[arg-type]
         there.set()
         return result
 
-    run.engine._masker._banned = computed  # type: ignore[method-assign,assignment]
+    run.engine._runner.masker._banned = computed  # type: ignore[method-assign,assignment]
     add(run, generate_request(TEXT, sampling=sampling_of("regex", "[0-9]{5}")))
     run.run()
     assert text_of(run.outputs["r", 0]).isdigit()

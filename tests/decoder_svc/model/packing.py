@@ -69,6 +69,8 @@ class PagedRun:
             vision_rows=torch.cat(rows),
             vision_embeds=torch.cat(embeds) if embeds else None,
             logits_rows=torch.arange(starts[-1]),
+            query_lens=tuple(chunk.end - chunk.start for chunk in chunks),
+            kv_lens=tuple(chunk.end for chunk in chunks),
         )
 
     def step(self, chunks: Sequence[Chunk]) -> list[Tensor]:

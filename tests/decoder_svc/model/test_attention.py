@@ -75,6 +75,8 @@ def run_step(
         vision_rows=none,
         vision_embeds=None,
         logits_rows=none,
+        query_lens=tuple(new for _, new in lengths),
+        kv_lens=tuple(context for context, _ in lengths),
     )
     attention = attention or TorchPagedAttention()
     plan = attention.prepare(step, cache)

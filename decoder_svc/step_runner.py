@@ -1,0 +1,98 @@
+"""One step on the model's device: launched, sampled, and read back in one copy.
+
+Owns the order build → forward → sample → read, and what of a step is still on the device in between. Knows nothing of
+scheduling or of what tokens mean for a request. Nothing but `read` waits for the device, and no sequence changes before
+it. Runs in the engine thread.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoder_svc.grammar_masks import GrammarMasker, GrammarMasks
+from decoder_svc.input_builder import build_model_input
+from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.text import TextModel
+from decoder_svc.prompt_logprobs import PromptLogprobs, token_rows
+from decoder_svc.sampler import Drawn, SampledToken, Sampler
+from decoder_svc.scheduler import Chunk
+from decoder_svc.sequence import Sequence
+from decoder_svc.transfers import Readback
+
+
+@dataclass
+class Step:
+    """Chunks that were launched together, and what is known of their results.
+
+    sequences  those that get a token, in the order of their rows
+    logits     [R, vocab]       of each chunk its prompt rows, then one if it gives a token
+    hidden     [R, H] or None   the same rows after the last norm, when a sequence is pooled
+    """
+
+    chunks: Seq[Chunk]
+    sequences: list[Sequence]
+    logits: Tensor
+    hidden: Tensor | None
+    masks: GrammarMasks | None
+    readback: Readback = field(default_factory=Readback)
+    drawn: Drawn | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    embeddings: int | None = None
+
+
+class StepRunner:
+    """Runs the steps of one engine."""
+
+    def __init__(self, model: TextModel, kv_cache: KVCache, sampler: Sampler, embeddings: Mapping[str, Tensor]) -> None:
+        """`embeddings` [tokens, H*(1+L)] by media key: of each span that a chunk reaches when it is launched."""
+        self._model = model
+        self._kv_cache = kv_cache
+        self._embeddings = embeddings
+        self.sampler = sampler
+        self.masker = GrammarMasker(model.config.vocab_size)
+
+    def launch(self, chunks: Seq[Chunk]) -> Step:
+        """Build the inputs and give the device the forward pass."""
+        model_input = build_model_input(chunks, self._embeddings, self._kv_cache.block_size, self._model.device)
+        sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
+        masks = self.masker.begin([sequence.grammar for sequence in sequences])
+        hidden = None
+        if any(sequence.is_pooled for sequence in sequences):
+            hidden, _ = self._model.hidden_states(model_input, self._kv_cache)
+            logits = self._model.logits(hidden)
+        else:
+            logits = self._model(model_input, self._kv_cache)
+        return Step(chunks, sequences, logits, hidden, masks)
+
+    @torch.inference_mode()
+    def sample(self, step: Step) -> None:
+        """Give the device the choice of tokens, and the copy of all that the host wants to know."""
+        step.prompt_logprobs = PromptLogprobs.of(step.chunks, step.logits, step.readback)
+        if step.sequences:
+            rows = token_rows(step.chunks, step.logits.device)
+            logits = step.logits.index_select(0, rows) if step.prompt_logprobs.parts else step.logits
+            step.drawn = self.sampler.draw(logits, step.sequences, step.masks, step.readback)
+            if step.hidden is not None:
+                vectors = F.normalize(step.hidden.index_select(0, rows).float(), dim=1)
+                step.embeddings = step.readback.add(vectors)
+        step.readback.start()
+
+    def read(self, step: Step) -> list[SampledToken]:
+        """Wait for the results: a token for each of the step's sequences, an embedding for those that are pooled."""
+        parts = step.readback.wait()
+        assert step.prompt_logprobs is not None, "the step was sampled"
+        step.prompt_logprobs.keep(parts)
+        if step.drawn is None:
+            return []
+        sampled = step.drawn.sampled(parts)
+        if step.embeddings is None:
+            return sampled
+        return [
+            dataclasses.replace(token, embedding=embedding) if sequence.is_pooled else token
+            for sequence, token, embedding in zip(step.sequences, sampled, parts[step.embeddings].tolist(), strict=True)
+        ]

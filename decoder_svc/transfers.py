@@ -1,0 +1,64 @@
+"""What crosses between the host and the device in a step: inputs that nobody waits for, and one read of the results.
+
+Owns the copies in both directions. On CUDA they go through pinned memory, since a copy from or to other memory waits;
+on CPU nothing is copied. Used in the engine thread. Whatever else would bring a number to the host, `.item()`,
+`.tolist()`, `nonzero` or a mask as an index, makes the host wait for the device and has no place in a step.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """An array on the device, where it will be when what is launched later needs it; on CPU in the same memory."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def index_on(values: list[int], device: torch.device) -> Tensor:
+    """Row numbers [n] int64 on the device."""
+    return to_device(np.array(values, np.int64), device)
+
+
+class Readback:
+    """The results of a step on their way to the host: parts are added, then all are copied at once.
+
+    `start` waits for nothing; the first look at a part waits until the copy has arrived, but for no later work.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._host: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def add(self, part: Tensor) -> int:
+        """Have a tensor of any shape and dtype copied; its number among the parts."""
+        self._parts.append(part)
+        return len(self._parts) - 1
+
+    def start(self) -> None:
+        """Begin the copy, as float64, which holds token ids and log probabilities alike; of no parts there is none."""
+        if not self._parts:
+            return
+        flat = torch.cat([part.detach().reshape(-1).double() for part in self._parts])
+        if flat.is_cuda:
+            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            self._host.copy_(flat, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+        else:
+            self._host = flat
+
+    def wait(self) -> list[Tensor]:
+        """All parts on the host, each in its shape, float64."""
+        if not self._parts:
+            return []
+        assert self._host is not None, "the copy was started"
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        pieces = torch.split(self._host, [part.numel() for part in self._parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, self._parts, strict=True)]

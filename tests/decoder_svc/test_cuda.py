@@ -1,0 +1,45 @@
+"""The engine on a GPU. Skipped where there is none; docs/gpu.md says when these last ran."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoder_svc.model.weights import load_text_model
+from tests.decoder_svc.engines import Driver, make_engine, make_world, request_of
+from tests.decoder_svc.model.pairs import make_pair
+from tests.decoder_svc.requests import greedy
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+TEXT = [5, 17, 200, 33, 7, 90, 121]
+
+
+def run_requests(directory: Path, device: str, **options: Any) -> Driver:
+    """Text and pictures, chunked, on a device, in float32."""
+    world = make_world(make_pair(directory, is_moe=False, is_tied=False))
+    model = load_text_model(directory, dtype=torch.float32, device=device)
+    run = Driver(make_engine(model, max_tokens_per_step=9, **options), world.embeddings.__getitem__)
+    run.add(request_of(world, TEXT, request_id="text", sampling=greedy(12, num_logprobs=2)))
+    run.add(request_of(world, TEXT, 1, [8, 9], request_id="picture", sampling=greedy(12, repetition_penalty=1.1)))
+    return run
+
+
+def test_an_engine_gives_the_tokens_of_cpu(tmp_path: Path) -> None:
+    assert run_requests(tmp_path / "a", "cuda").run().outputs == run_requests(tmp_path / "b", "cpu").run().outputs
+
+
+def test_no_call_of_a_step_waits_for_the_device(tmp_path: Path) -> None:
+    """Torch knows which of its calls do; the wait for what is read back is an event's, which it does not count."""
+    run = run_requests(tmp_path, "cuda")
+    run.step()  # kernels are loaded on first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.ends["text", 0].error is None
+    assert run.ends["picture", 0].error is None
