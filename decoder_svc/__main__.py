@@ -184,6 +184,7 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
         ),
         eos_token_ids=eos_token_ids,
         spatial_merge_size=vision_config.spatial_merge_size,
+        overlaps_steps=_overlaps_steps(settings, model.device),
     )
     levels = len(vision_config.deepstack_visual_indexes)
     hello = Hello(
@@ -202,6 +203,11 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
 
 def _max_tokens_per_step(settings: DecoderSettings, model: TextModel) -> int:
     return settings.max_tokens_per_step or STEP_TOKENS.get(model.device.type, DEFAULT_STEP_TOKENS)
+
+
+def _overlaps_steps(settings: DecoderSettings, device: torch.device) -> bool:
+    """On CPU the host would wait for its own work, and tell each token a step later."""
+    return settings.overlap_steps == "on" or (settings.overlap_steps == "auto" and device.type != "cpu")
 
 
 class _GenerationConfig(msgspec.Struct):

@@ -1,12 +1,14 @@
 """Settings of the decoder service, read once in `__main__`."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from common.settings import CommonSettings, DtypeName, Port
+
+OnOffAuto = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,10 @@ class DecoderSettings(CommonSettings):
 
     max_sequences: int = 64
     """Sequences that run together."""
+
+    overlap_steps: OnOffAuto = "auto"
+    """Launch each engine step before the tokens of the one before are read, so that a GPU does not wait for the host:
+    auto does so on CUDA."""
 
     max_waiting: int = 1024
     """Requests that may wait, above which new ones are refused as overloaded."""

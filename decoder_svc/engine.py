@@ -1,8 +1,8 @@
 """The engine: requests and embeddings in, tokens out, one step at a time.
 
-Owns the sequences, the KV cache, the embeddings that sequences still need, and the order schedule → build → run →
-sample → report. Knows nothing of sockets, Redis or HTTP. Everything here runs in the engine thread; `engine_thread`
-carries commands in and events out.
+Owns the sequences, the KV cache, the embeddings that sequences still need, and the order schedule → run → report, in
+which one step may overlap the next. Knows nothing of sockets, Redis or HTTP. Everything here runs in the engine thread;
+`engine_thread` carries commands in and events out.
 """
 
 import time
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 import structlog
+import torch
 from torch import Tensor
 
 from common.errors import DeadlineExceeded, InvalidRequest, ModelFailure, TandemError
 from common.messages import FinishReason, GenerateRequest, SequenceTokens
 from decoder_svc.block_manager import BlockManager
+from decoder_svc.choices import sequences_of
 from decoder_svc.embedding_pool import EmbeddingPool
 from decoder_svc.engine_metrics import EngineMetrics
 from decoder_svc.grammar import Grammar
@@ -25,8 +27,8 @@ from decoder_svc.reports import ended, tokens_of, usage_of, without_tokens
 from decoder_svc.request_check import check_request
 from decoder_svc.sampler import SampledToken, Sampler
 from decoder_svc.scheduler import Chunk, Scheduler
-from decoder_svc.sequence import Prompt, Sequence
-from decoder_svc.step_runner import StepRunner
+from decoder_svc.sequence import Sequence
+from decoder_svc.step_runner import Step, StepRunner
 
 logger = structlog.get_logger(__name__)
 
@@ -77,8 +79,13 @@ class Engine:
         *,
         eos_token_ids: Seq[int],
         spatial_merge_size: int,
+        overlaps_steps: bool = False,
     ) -> None:
+        """With `overlaps_steps` a step is launched before the one before is read, for a device that is not the host."""
         self._model = model
+        self._overlaps = overlaps_steps
+        self._ahead: Step | None = None  # launched and sampled, and not read yet
+        self._read_at = 0.0  # when the last step was
         self._limits = limits
         self._eos_token_ids = frozenset(eos_token_ids)
         self._merge_size = spatial_merge_size
@@ -114,7 +121,7 @@ class Engine:
         replaced = self.cancel(request.request_id)  # an older attempt, whose gateway lost sight of us for a while
         try:
             check_request(request, self._model.config.vocab_size, self._merge_size)
-            sequences = self._sequences_of(request, now, grammar)
+            sequences = sequences_of(request, now, grammar, self._merge_size)
             if sequences:
                 self._check_held(sequences[0])
             # A choice that had its last token before the request came here is not run again.
@@ -177,61 +184,116 @@ class Engine:
 
     def step(self) -> tuple[list[Event], bool]:
         """Run one step; tells what happened and whether any token ran. An error ends its request, not the engine."""
-        began = time.monotonic()
-        events = self._expire(began)
+        events = self._expire(time.monotonic())
         chunks = self.scheduler.schedule()
-        if chunks:
-            events += self._run_and_report(chunks)
-            self._metrics.stepped(chunks, time.monotonic() - began)
+        has_work = bool(chunks) or self._ahead is not None
+        if self._overlaps:
+            events += self._run_ahead(chunks)
+        elif chunks:
+            events += self._run(chunks)
+        if has_work:
             self._measure_load()
         events += self._want_media(self.scheduler.sequences, always=False)
-        return events + self._media_budget(), bool(chunks)
+        return events + self._media_budget(), has_work
 
-    def _run_and_report(self, chunks: Seq[Chunk]) -> list[Event]:
-        """Run chunks together, or each apart when that fails: only the request that cannot run ends with an error."""
+    def _run(self, chunks: Seq[Chunk]) -> list[Event]:
+        """Run a step from its launch to its end. Until all has gone well no sequence changes."""
         try:
-            sampled = self._run(chunks)
+            step = self._runner.launch(chunks)
+            self._runner.sample(step)
+            sampled = self._runner.read(step)
         except Exception as exc:  # the engine lives: every request of the step is answered
-            if self._model.ranks.is_in_step:
-                raise  # the other ranks wait in the middle of it: this process ends, and gateways go on elsewhere
-            if len(chunks) > 1:
-                logger.warning("a step failed; its sequences run apart", exc_info=exc, sequences=len(chunks))
-                return self._run_apart(chunks)
-            logger.error("a step failed", exc_info=exc, request_id=chunks[0].sequence.request_id)
-            error = ModelFailure("the language model failed on this request: report it with the request id")
-            return self.fail(chunks[0].sequence.request_id, error)
-        return self._report(chunks, sampled)
+            return self._run_apart(chunks, exc)
+        self.scheduler.launched(chunks)
+        return self._report(step, sampled)
 
-    def _run_apart(self, chunks: Seq[Chunk]) -> list[Event]:
-        events: list[Event] = []
-        for chunk in chunks:
-            if chunk.sequence in self.scheduler.running:  # another choice of its request may just have failed
-                events += self._run_and_report([chunk])
+    def _run_ahead(self, chunks: Seq[Chunk]) -> list[Event]:
+        """Launch a step, finish the one before while the device runs it, then have its tokens chosen.
+
+        So the device is never without work while the host schedules, builds and reports. A sequence that ends with the
+        step before has run one token in vain.
+        """
+        before, self._ahead = self._ahead, None
+        step, failure, events = None, None, list[Event]()
+        try:
+            if chunks:
+                step = self._runner.launch(chunks, before)
+                self.scheduler.launched(chunks)
+        except Exception as exc:  # what is wrong with this step does not concern the one before
+            failure = exc
+        if before is not None:
+            try:
+                sampled = self._runner.read(before)
+            except Exception as exc:
+                return self._lose(before, step, exc)
+            events += self._report(before, sampled)
+        try:
+            if step is not None:
+                self._runner.sample(step)
+        except Exception as exc:
+            self.scheduler.abandoned(chunks)
+            failure = exc
+        if failure is not None:
+            return events + self._run_apart(chunks, failure)
+        if step is not None:
+            for sequence in step.sequences:
+                sequence.num_unread_tokens = 1
+        self._ahead = step
         return events
 
-    def _run(self, chunks: Seq[Chunk]) -> list[SampledToken]:
-        """The tokens of chunks. Until all has gone well no sequence changes, so the chunks may be run once more."""
-        step = self._runner.launch(chunks)
-        self._runner.sample(step)
-        sampled = self._runner.read(step)
-        for chunk in chunks:
-            self.scheduler.computed(chunk)
-        return sampled
+    def _run_apart(self, chunks: Seq[Chunk], exc: Exception) -> list[Event]:
+        """Run the chunks of a step that raised each on its own: only the request that cannot run ends with an error."""
+        self._check_can_go_on(exc)
+        events: list[Event] = []
+        if len(chunks) > 1:
+            logger.warning("a step failed; its sequences run apart", exc_info=exc, sequences=len(chunks))
+            for chunk in chunks:
+                if not chunk.sequence.is_ended:  # another choice of its request may just have failed
+                    events += self._run([chunk])
+        elif not chunks[0].sequence.is_ended:
+            logger.error("a step failed", exc_info=exc, request_id=chunks[0].sequence.request_id)
+            events += self.fail(chunks[0].sequence.request_id, _model_failure())
+        return events
 
-    def _report(self, chunks: Seq[Chunk], sampled: Seq[SampledToken]) -> list[Event]:
+    def _lose(self, step: Step, after: Step | None, exc: Exception) -> list[Event]:
+        """End the requests of a step whose results cannot be had; what was launched upon it has still to run."""
+        self._check_can_go_on(exc)
+        logger.error("the results of a step are lost", exc_info=exc, sequences=len(step.chunks))
+        for lost in (after, step):
+            if lost is not None:
+                self.scheduler.abandoned(lost.chunks)
+        requests = dict.fromkeys(c.sequence.request_id for c in step.chunks if not c.sequence.is_ended)
+        return [event for request_id in requests for event in self.fail(request_id, _model_failure())]
+
+    def _check_can_go_on(self, exc: Exception) -> None:
+        """Raise an error that ends this process, so that gateways go on elsewhere.
+
+        Other ranks may wait in the middle of a step. A device that reported an error of its own refuses all further
+        work, which running out of memory is not.
+        """
+        if self._model.ranks.is_in_step or isinstance(exc, torch.AcceleratorError):
+            raise exc
+
+    def _report(self, step: Step, sampled: Seq[SampledToken]) -> list[Event]:
         now = time.monotonic()
         events: list[Event] = []
-        for chunk in chunks:
+        self.scheduler.computed(step.chunks)
+        for chunk in step.chunks:
             if chunk.sequence.started_at is None:
                 chunk.sequence.started_at = now
-        sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
-        for sequence, token in zip(sequences, sampled, strict=True):
-            error = _error_of(sequence, token)
-            if error is not None:
+        for sequence in step.sequences:
+            sequence.num_unread_tokens = 0
+        device_s = step.readback.device_s
+        self._metrics.stepped(step.chunks, now - max(step.launched_at, self._read_at) if device_s is None else device_s)
+        self._read_at = now
+        for sequence, token in zip(step.sequences, sampled, strict=True):
+            if sequence.is_ended:  # while the step ran, or another choice of its request has just failed
+                continue
+            if (error := _error_of(sequence, token)) is not None:
                 if not token.is_finite:
                     self.scheduler.distrust(sequence)
                 events += self.fail(sequence.request_id, error)
-            elif sequence in self.scheduler.running:  # another choice of its request may just have failed
+            else:
                 events.append(self._accept(sequence, token, now))
         return events
 
@@ -284,32 +346,6 @@ class Engine:
                     f"a media item has {num_tokens} tokens in the prompt, but {len(held)} rows in its embedding"
                 )
 
-    def _sequences_of(self, request: GenerateRequest, now: float, grammar: Grammar | None) -> list[Sequence]:
-        """The choices that have not ended."""
-        if request.sampling.grammar_kind is not None and grammar is None:
-            raise InvalidRequest("this decoder has no tokenizer.json in its checkpoint, which structured output needs")
-        prompt = Prompt.of(request, self._merge_size)
-        outputs = request.outputs or [[]] * request.sampling.n
-        has_prompt_logprobs = request.sampling.num_prompt_logprobs is not None
-        return [
-            Sequence(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                choice=choice,
-                prompt=prompt,
-                sampling=request.sampling,
-                deadline=now + request.time_left_s,
-                arrived_at=now,
-                output_token_ids=list(output),
-                priority=request.priority,
-                prompt_logprobs=[] if has_prompt_logprobs and choice == 0 and not output else None,
-                is_pooled=request.pooling is not None,
-                grammar=None if grammar is None else grammar.begin(output),
-            )
-            for choice, output in enumerate(outputs)
-            if choice not in request.finished
-        ]
-
     def _want_media(self, sequences: Seq[Sequence], *, always: bool) -> list[Event]:
         """Ask for embeddings that were not asked for yet; a new request is answered also when it needs none.
 
@@ -358,6 +394,10 @@ class Engine:
     def _measure_load(self) -> None:
         """After each step, and when a sequence leaves: an idle engine runs no step that would say so."""
         self._metrics.look(sum(1 for keys in self._wanted.values() if keys))
+
+
+def _model_failure() -> ModelFailure:
+    return ModelFailure("the language model failed on this request: report it with the request id")
 
 
 def _error_of(sequence: Sequence, token: SampledToken) -> TandemError | None:

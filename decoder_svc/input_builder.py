@@ -6,6 +6,7 @@ Knows nothing of scheduling or sampling. Runs in the engine thread.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,20 +15,34 @@ from torch import Tensor
 
 from decoder_svc.model_input import ModelInput
 from decoder_svc.scheduler import Chunk
+from decoder_svc.sequence import Sequence
 from decoder_svc.step_tensors import StepSizes, unpack_step
-from decoder_svc.transfers import to_device
+from decoder_svc.transfers import index_on, to_device
+
+
+@dataclass(frozen=True)
+class UnreadTokens:
+    """Tokens that the step before chose: of these sequences, in this order, [n] int64 on the device."""
+
+    sequences: Seq[Sequence]
+    token_ids: Tensor
 
 
 def build_model_input(
-    chunks: Seq[Chunk], embeddings: Mapping[str, Tensor], block_size: int, device: torch.device
+    chunks: Seq[Chunk],
+    embeddings: Mapping[str, Tensor],
+    block_size: int,
+    device: torch.device,
+    unread: UnreadTokens | None = None,
 ) -> ModelInput:
     """Pack the chunks of one step, in order.
 
     embeddings  [tokens, H*(1+L)] by media key: every item of which a chunk holds placeholder tokens
+    unread      of every sequence that has a token whose id the host does not know
     """
     starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
     vision_rows, vision_embeds = _vision(chunks, starts, embeddings)
-    token_ids = [token for chunk in chunks for token in chunk.sequence.tokens(chunk.start, chunk.end)]
+    token_ids = [token for chunk in chunks for token in _token_ids(chunk)]
     kv_lens = tuple(chunk.end for chunk in chunks)
     tables = _block_tables(chunks, block_size)
     logits_rows = _logits_rows(chunks, starts)
@@ -53,7 +68,31 @@ def build_model_input(
         ]
     )
     embeds = None if vision_embeds is None else vision_embeds.to(device, non_blocking=True)
-    return unpack_step(sizes, to_device(integers, device), embeds)
+    model_input = unpack_step(sizes, to_device(integers, device), embeds)
+    if unread is not None:
+        _fill_in(model_input.input_ids, chunks, starts, unread)
+    return model_input
+
+
+def _token_ids(chunk: Chunk) -> list[int]:
+    """Token ids of a chunk; 0 in place of the one that is not known here."""
+    if chunk.end <= chunk.sequence.num_known_tokens:
+        return chunk.sequence.tokens(chunk.start, chunk.end)
+    assert chunk.num_tokens == 1, "only the newest token is not known"
+    return [0]
+
+
+def _fill_in(input_ids: Tensor, chunks: Seq[Chunk], starts: NDArray[np.int64], unread: UnreadTokens) -> None:
+    """Put tokens that only the device knows where they belong; `input_ids` [T] int64, in place."""
+    places = {sequence: place for place, sequence in enumerate(unread.sequences)}
+    found = [
+        (row, places[chunk.sequence])
+        for row, chunk in zip(starts.tolist(), chunks, strict=False)
+        if chunk.end > chunk.sequence.num_known_tokens
+    ]
+    if found:
+        rows, taken = (index_on(list(axis), input_ids.device) for axis in zip(*found, strict=True))
+        input_ids.index_copy_(0, rows, unread.token_ids.index_select(0, taken))
 
 
 def _logits_rows(chunks: Seq[Chunk], starts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -44,14 +44,14 @@ class PromptLogprobs:
             ]
 
 
-def token_rows(chunks: Seq[Chunk], device: torch.device) -> Tensor:
-    """Which of a step's rows [R] give tokens: each chunk's last, if it gives one. [tokens] int64."""
+def token_rows(chunks: Seq[Chunk]) -> list[int]:
+    """Which rows of a step's logits give tokens: each chunk's last, if it gives one."""
     rows, row = [], 0
     for chunk in chunks:
         row += chunk.num_prompt_rows + chunk.gives_token
         if chunk.gives_token:
             rows.append(row - 1)
-    return index_on(rows, device)
+    return rows
 
 
 def _entries(chunk: Chunk, logits: Tensor) -> Tensor:

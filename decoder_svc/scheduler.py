@@ -3,12 +3,14 @@
 Owns the waiting and the running list and the rules: decodes first, then chunks of prompts by priority and in arrival
 order up to the token budget, each up to the first vision span whose embedding has not arrived. What one computes now,
 an equal prompt waits for. When blocks run out, the youngest sequence of the least priority is put back to be
-recomputed, those that wait for media first. Pure: knows no torch, sockets or clock.
+recomputed, those that wait for media first. A step may be scheduled while the device still runs the one before: a
+sequence then has a token whose id nobody knows yet. Pure: knows no torch, sockets or clock.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.errors import ContextTooLong, Overloaded
@@ -89,6 +91,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._max_model_len = max_model_len
         self._has_media = has_media
+        self._launched: deque[Chunk] = deque()  # and not computed yet
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -142,6 +145,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self._drop_blocks(sequence)
+        sequence.is_ended = True
 
     def schedule(self) -> list[Chunk]:
         """The next step: at most one chunk a sequence, within `max_tokens_per_step` and `max_sequences`."""
@@ -152,6 +156,7 @@ class Scheduler:
             if sequence in self.running:
                 has_room &= self._add_chunk(sequence, step)
         if self.waiting:
+            step.being_computed |= self._in_launched()
             for sequence in self.running:
                 step.being_computed |= self._to_compute(sequence)
         # Who was preempted for others in this step does not start again in it, nor does anybody while one lacks room.
@@ -165,10 +170,31 @@ class Scheduler:
         for block in sequence.block_table:
             self._blocks.unname(block)
 
-    def computed(self, chunk: Chunk) -> None:
-        """Note that a chunk has run: its full blocks may now be shared."""
+    def launched(self, chunks: Seq[Chunk]) -> None:
+        """Note that the device has been given a step: the next may be scheduled."""
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens = chunk.end
+        self._launched.extend(chunks)
+
+    def abandoned(self, chunks: Seq[Chunk]) -> None:
+        """Note that the newest step that was launched, if it was, came to nothing: its chunks have still to run."""
+        for chunk in reversed(chunks):
+            if self._launched and self._launched[-1] is chunk:
+                self._launched.pop()
+            if chunk.sequence.num_computed_tokens == chunk.end:
+                chunk.sequence.num_computed_tokens = chunk.start
+            chunk.sequence.num_unread_tokens = 0
+
+    def computed(self, chunks: Seq[Chunk]) -> None:
+        """Note that the oldest step that was launched has run: its full blocks may now be shared."""
+        for chunk in chunks:
+            oldest = self._launched.popleft()
+            assert oldest is chunk, "steps end in the order in which they were launched"
+            if chunk.sequence.num_computed_tokens >= chunk.end:  # else it has left, or lost its blocks
+                self._name_blocks(chunk)
+
+    def _name_blocks(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        sequence.num_computed_tokens = chunk.end
         sequence.hash_blocks(self._blocks.block_size)
         first = chunk.start // self._blocks.block_size
         for index in range(first, chunk.end // self._blocks.block_size):
@@ -228,6 +254,15 @@ class Scheduler:
         end = start + self._runnable(sequence, sequence.num_tokens)
         return set(sequence.block_hashes[start // self._blocks.block_size : end // self._blocks.block_size])
 
+    def _in_launched(self) -> set[bytes]:
+        """Hashes of the blocks that the device fills now."""
+        size = self._blocks.block_size
+        return {
+            block_hash
+            for chunk in self._launched
+            for block_hash in chunk.sequence.block_hashes[chunk.start // size : chunk.end // size]
+        }
+
     def _next_block_is_coming(self, sequence: Sequence, step: "_Step") -> bool:
         index = sequence.num_computed_tokens // self._blocks.block_size
         usable = sequence.num_shareable_tokens // self._blocks.block_size
@@ -270,6 +305,8 @@ class Scheduler:
     def _runnable(self, sequence: Sequence, budget: int) -> int:
         """Tokens that may run now: within the budget and before the first span whose embedding is not here."""
         start = sequence.num_computed_tokens
+        if sequence.num_unread_tokens and self._is_full(sequence):
+            return 0
         end = min(sequence.num_tokens, start + budget)
         if sequence.prompt_logprobs is not None:
             end = min(end, start + MAX_PROMPT_LOGPROB_ROWS)
@@ -277,6 +314,14 @@ class Scheduler:
             if span.offset < end and not self._has_media(span.key):
                 return max(span.offset, start) - start
         return end - start
+
+    def _is_full(self, sequence: Sequence) -> bool:
+        """Whether a token that is not read yet is the last one, whatever it is."""
+        return (
+            sequence.is_pooled
+            or sequence.num_output_tokens >= sequence.sampling.max_tokens
+            or sequence.num_tokens >= self._max_model_len
+        )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a running sequence blocks for `num_tokens`, preempting others; false when it is the one to give way.

@@ -82,7 +82,9 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # also those that the device has been given and is computing
+    num_unread_tokens: int = 0  # of the output, chosen on the device and not known here yet; 0 or 1
+    is_ended: bool = False
     num_cached_tokens: int | None = None  # of the prompt, when it was first given blocks
     started_at: float | None = None
     first_token_at: float | None = None
@@ -102,8 +104,18 @@ class Sequence:
         return len(self.prompt.token_ids)
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the output, also those that are not read."""
+        return len(self.output_token_ids) + self.num_unread_tokens
+
+    @property
     def num_tokens(self) -> int:
-        """Prompt and output together."""
+        """Prompt and output together, also what of it is not read."""
+        return len(self.prompt.token_ids) + self.num_output_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output together, as far as the ids are known."""
         return len(self.prompt.token_ids) + len(self.output_token_ids)
 
     @property
@@ -114,10 +126,10 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
-        return self.num_to_compute == 1 and bool(self.output_token_ids)
+        return self.num_to_compute == 1 and self.num_output_tokens > 0
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids `[start, end)` of prompt and output."""
+        """Token ids `[start, end)` of prompt and output, as far as they are known."""
         prompt = self.prompt.token_ids
         if end <= len(prompt):
             return prompt[start:end]
@@ -146,8 +158,8 @@ class Sequence:
         return [span for span in self.prompt.spans if span.end > position]
 
     def hash_blocks(self, block_size: int) -> None:
-        """Extend `block_hashes` to all full blocks of the tokens so far."""
-        while (len(self.block_hashes) + 1) * block_size <= self.num_tokens:
+        """Extend `block_hashes` to all full blocks of the tokens that are known."""
+        while (len(self.block_hashes) + 1) * block_size <= self.num_known_tokens:
             start = len(self.block_hashes) * block_size
             previous = self.block_hashes[-1] if self.block_hashes else self._root_hash()
             self.block_hashes.append(self._hash_block(previous, start, start + block_size))

@@ -2,27 +2,29 @@
 
 Owns the order build → forward → sample → read, and what of a step is still on the device in between. Knows nothing of
 scheduling or of what tokens mean for a request. Nothing but `read` waits for the device, and no sequence changes before
-it. Runs in the engine thread.
+it. A step may be launched before the one before is read: it takes its tokens from the device, and is sampled when they
+are known here too, since penalties and grammars depend on them. Runs in the engine thread.
 """
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from decoder_svc.grammar_masks import GrammarMasker, GrammarMasks
-from decoder_svc.input_builder import build_model_input
+from decoder_svc.input_builder import UnreadTokens, build_model_input
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.text import TextModel
 from decoder_svc.prompt_logprobs import PromptLogprobs, token_rows
 from decoder_svc.sampler import Drawn, SampledToken, Sampler
 from decoder_svc.scheduler import Chunk
 from decoder_svc.sequence import Sequence
-from decoder_svc.transfers import Readback
+from decoder_svc.transfers import Readback, index_on
 
 
 @dataclass
@@ -38,8 +40,10 @@ class Step:
     sequences: list[Sequence]
     logits: Tensor
     hidden: Tensor | None
-    masks: GrammarMasks | None
-    readback: Readback = field(default_factory=Readback)
+    readback: Readback
+    launched_at: float
+    masks: GrammarMasks | None = None
+    are_masks_begun: bool = False
     drawn: Drawn | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embeddings: int | None = None
@@ -56,29 +60,43 @@ class StepRunner:
         self.sampler = sampler
         self.masker = GrammarMasker(model.config.vocab_size)
 
-    def launch(self, chunks: Seq[Chunk]) -> Step:
-        """Build the inputs and give the device the forward pass."""
-        model_input = build_model_input(chunks, self._embeddings, self._kv_cache.block_size, self._model.device)
+    def launch(self, chunks: Seq[Chunk], before: Step | None = None) -> Step:
+        """Build the inputs and give the device the forward pass; `before` is the step that is not read yet."""
+        launched_at = time.monotonic()
+        device = self._model.device
+        unread = None
+        if before is not None and before.drawn is not None:
+            unread = UnreadTokens(before.sequences, before.drawn.token_ids)
+        model_input = build_model_input(chunks, self._embeddings, self._kv_cache.block_size, device, unread)
         sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
-        masks = self.masker.begin([sequence.grammar for sequence in sequences])
+        masks = None if before is not None else self._begin_masks(sequences)
+        readback = Readback(device)
         hidden = None
         if any(sequence.is_pooled for sequence in sequences):
             hidden, _ = self._model.hidden_states(model_input, self._kv_cache)
             logits = self._model.logits(hidden)
         else:
             logits = self._model(model_input, self._kv_cache)
-        return Step(chunks, sequences, logits, hidden, masks)
+        return Step(chunks, sequences, logits, hidden, readback, launched_at, masks, before is None)
 
     @torch.inference_mode()
     def sample(self, step: Step) -> None:
-        """Give the device the choice of tokens, and the copy of all that the host wants to know."""
+        """Give the device the choice of tokens, and the copy of all that the host wants to know.
+
+        Sequences that have ended since the step was launched get none.
+        """
+        if not step.are_masks_begun:
+            step.masks = self._begin_masks([s for s in step.sequences if not s.is_ended])
         step.prompt_logprobs = PromptLogprobs.of(step.chunks, step.logits, step.readback)
-        if step.sequences:
-            rows = token_rows(step.chunks, step.logits.device)
-            logits = step.logits.index_select(0, rows) if step.prompt_logprobs.parts else step.logits
+        rows = token_rows(step.chunks)
+        live = [(row, s) for row, s in zip(rows, step.sequences, strict=True) if not s.is_ended]
+        step.sequences = [sequence for _, sequence in live]
+        if live:
+            index = index_on([row for row, _ in live], step.logits.device)
+            logits = step.logits if len(live) == len(step.logits) else step.logits.index_select(0, index)
             step.drawn = self.sampler.draw(logits, step.sequences, step.masks, step.readback)
             if step.hidden is not None:
-                vectors = F.normalize(step.hidden.index_select(0, rows).float(), dim=1)
+                vectors = F.normalize(step.hidden.index_select(0, index).float(), dim=1)
                 step.embeddings = step.readback.add(vectors)
         step.readback.start()
 
@@ -96,3 +114,6 @@ class StepRunner:
             dataclasses.replace(token, embedding=embedding) if sequence.is_pooled else token
             for sequence, token, embedding in zip(step.sequences, sampled, parts[step.embeddings].tolist(), strict=True)
         ]
+
+    def _begin_masks(self, sequences: Seq[Sequence]) -> GrammarMasks | None:
+        return self.masker.begin([sequence.grammar for sequence in sequences])

@@ -27,12 +27,14 @@ def index_on(values: list[int], device: torch.device) -> Tensor:
 class Readback:
     """The results of a step on their way to the host: parts are added, then all are copied at once.
 
-    `start` waits for nothing; the first look at a part waits until the copy has arrived, but for no later work.
+    It is made when the step begins. `start` waits for nothing; `wait` does until the copy has arrived, but for no work
+    that was launched later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._parts: list[Tensor] = []
-        self._host: Tensor | None = None
+        self._host = torch.empty(0, dtype=torch.float64)
+        self._began = _mark() if device.type == "cuda" else None
         self._arrived: torch.cuda.Event | None = None
 
     def add(self, part: Tensor) -> int:
@@ -41,24 +43,32 @@ class Readback:
         return len(self._parts) - 1
 
     def start(self) -> None:
-        """Begin the copy, as float64, which holds token ids and log probabilities alike; of no parts there is none."""
-        if not self._parts:
-            return
-        flat = torch.cat([part.detach().reshape(-1).double() for part in self._parts])
-        if flat.is_cuda:
-            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            self._host.copy_(flat, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        else:
-            self._host = flat
+        """Begin the copy, as float64, which holds token ids and log probabilities alike."""
+        if self._parts:
+            flat = torch.cat([part.detach().reshape(-1).double() for part in self._parts])
+            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True) if flat.is_cuda else flat
+            if flat.is_cuda:
+                self._host.copy_(flat, non_blocking=True)
+        if self._began is not None:
+            self._arrived = _mark()
 
     def wait(self) -> list[Tensor]:
-        """All parts on the host, each in its shape, float64."""
-        if not self._parts:
-            return []
-        assert self._host is not None, "the copy was started"
+        """All parts on the host, each in its shape, float64; returns when the step has run, also without any."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        pieces = torch.split(self._host, [part.numel() for part in self._parts])
+        pieces = torch.split(self._host, [part.numel() for part in self._parts]) if self._parts else ()
         return [piece.view(part.shape) for piece, part in zip(pieces, self._parts, strict=True)]
+
+    @property
+    def device_s(self) -> float | None:
+        """How long the device was at the step, once it was waited for; None where the host is the device."""
+        if self._began is None or self._arrived is None:
+            return None
+        return float(self._began.elapsed_time(self._arrived)) / 1e3
+
+
+def _mark() -> torch.cuda.Event:
+    """A place in the order of what the device is given, with its time."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

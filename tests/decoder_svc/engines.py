@@ -18,6 +18,8 @@ from tests.decoder_svc.model.pairs import Pair
 from tests.decoder_svc.requests import MERGE_SIZE, PAD_ID, generate_request, picture
 
 BLOCK_SIZE = 4
+OVERLAPS_STEPS = False
+"""Whether engines overlap their steps, unless a test says otherwise: the fixture `steps` sets it."""
 
 
 def make_engine(
@@ -30,6 +32,7 @@ def make_engine(
     max_waiting: int = 100,
     embedding_cache_bytes: int = 0,
     eos_token_ids: Seq[int] = (),
+    overlaps_steps: bool | None = None,
 ) -> Engine:
     """An engine with a small cache."""
     cache = make_kv_cache(model, num_blocks, BLOCK_SIZE)
@@ -40,7 +43,14 @@ def make_engine(
         max_waiting=max_waiting,
         embedding_cache_bytes=embedding_cache_bytes,
     )
-    return Engine(model, cache, limits, eos_token_ids=eos_token_ids, spatial_merge_size=MERGE_SIZE)
+    return Engine(
+        model,
+        cache,
+        limits,
+        eos_token_ids=eos_token_ids,
+        spatial_merge_size=MERGE_SIZE,
+        overlaps_steps=OVERLAPS_STEPS if overlaps_steps is None else overlaps_steps,
+    )
 
 
 @dataclass
@@ -102,6 +112,7 @@ class Driver:
     def run(self, max_steps: int = 3000) -> "Driver":
         for _ in range(max_steps):
             if not self.engine.has_sequences:
+                self.step()  # what the device was still at
                 self.check_idle()
                 return self
             self.step()
@@ -179,7 +190,7 @@ def request_of(world: World, *parts: int | list[int], **fields: Any) -> Generate
 
 def solo(world: World, request: GenerateRequest) -> list[list[int]]:
     """What a request gives when it is alone in a large engine."""
-    alone = driver(world, num_blocks=200)
+    alone = driver(world, num_blocks=200, overlaps_steps=False)
     alone.add(request)
     alone.run()
     return [alone.outputs[request.request_id, choice] for choice in range(request.sampling.n)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from decoder_svc.grammar_masks import GrammarMasks
@@ -14,7 +15,7 @@ def sample_with(
     sampler: Sampler, logits: Tensor, sequences: Seq[Sequence], masks: GrammarMasks | None = None
 ) -> list[SampledToken]:
     """One token for each row of `logits` [R, vocab]."""
-    readback = Readback()
+    readback = Readback(torch.device("cpu"))
     drawn = sampler.draw(logits, sequences, masks, readback)
     readback.start()
     return drawn.sampled(readback.wait())

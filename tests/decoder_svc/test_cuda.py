@@ -1,5 +1,6 @@
 """The engine on a GPU. Skipped where there is none; docs/gpu.md says when these last ran."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,25 @@ def test_an_engine_gives_the_tokens_of_cpu(tmp_path: Path) -> None:
     assert run_requests(tmp_path / "a", "cuda").run().outputs == run_requests(tmp_path / "b", "cpu").run().outputs
 
 
-def test_no_call_of_a_step_waits_for_the_device(tmp_path: Path) -> None:
+def test_overlapping_steps_give_the_tokens_of_steps_in_turn(tmp_path: Path) -> None:
+    told = [run_requests(tmp_path / str(on), "cuda", overlaps_steps=on).run().outputs for on in (False, True)]
+    assert told[0] == told[1]
+
+
+def test_the_device_is_idle_while_nothing_runs(tmp_path: Path) -> None:
+    run = run_requests(tmp_path, "cuda", overlaps_steps=True)
+    began = time.monotonic()
+    while run.engine.has_sequences:
+        run.step()
+        time.sleep(0.02)
+    busy_s = run.engine._metrics._busy_s
+    assert 0 < busy_s < 0.5 * (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("overlaps_steps", [False, True])
+def test_no_call_of_a_step_waits_for_the_device(tmp_path: Path, overlaps_steps: bool) -> None:
     """Torch knows which of its calls do; the wait for what is read back is an event's, which it does not count."""
-    run = run_requests(tmp_path, "cuda")
+    run = run_requests(tmp_path, "cuda", overlaps_steps=overlaps_steps)
     run.step()  # kernels are loaded on first use
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -6,6 +6,7 @@ from common.messages import GenerateRequest, MediaItem, SamplingParams
 from tests.decoder_svc.engines import Driver, LateDelivery, World, driver, request_of, solo
 from tests.decoder_svc.requests import generate_request, greedy, key_of
 
+pytestmark = pytest.mark.usefixtures("steps")
 TEXT = [5, 17, 200, 33, 7, 90, 121]
 MORE = [8, 9, 77]
 

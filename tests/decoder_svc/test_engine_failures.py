@@ -17,6 +17,7 @@ from decoder_svc.transfers import Readback
 from tests.decoder_svc.engines import Driver, LateDelivery, World, driver, make_engine, request_of, solo
 from tests.decoder_svc.requests import PAD_ID, generate_request, greedy, key_of, picture
 
+pytestmark = pytest.mark.usefixtures("steps")
 TEXT = [5, 17, 200, 33, 7, 90, 121]
 MORE = [8, 9, 77]
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from common.errors import ConfigError
-from decoder_svc.__main__ import _eos_token_ids, _max_tokens_per_step, _threads
-from decoder_svc.config import DecoderSettings
+from decoder_svc.__main__ import _eos_token_ids, _max_tokens_per_step, _overlaps_steps, _threads
+from decoder_svc.config import DecoderSettings, OnOffAuto
 from tests.decoder_svc.engines import World
 
 CONFIG = SimpleNamespace(text_config=SimpleNamespace(eos_token_id=7))
@@ -43,6 +44,15 @@ def test_a_damaged_generation_config_stops_the_start(tmp_path: Path, content: st
 def test_steps_on_cpu_are_short_unless_the_setting_says_otherwise(world: World) -> None:
     assert _max_tokens_per_step(DecoderSettings(model="m"), world.pair.model) == 768
     assert _max_tokens_per_step(DecoderSettings(model="m", max_tokens_per_step=4096), world.pair.model) == 4096
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "expected"),
+    [("auto", "cpu", False), ("auto", "cuda", True), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_steps_overlap_on_cuda_or_when_the_setting_says_so(setting: OnOffAuto, device: str, expected: bool) -> None:
+    settings = DecoderSettings(model="m", overlap_steps=setting)
+    assert _overlaps_steps(settings, torch.device(device)) is expected
 
 
 def test_the_threads_are_shared_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

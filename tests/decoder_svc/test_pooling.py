@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.messages import GenerateRequest
+from decoder_svc.choices import sequences_of
 from decoder_svc.input_builder import build_model_input
 from decoder_svc.scheduler import Chunk
 from tests.decoder_svc.engines import Driver, World, driver, make_engine, request_of, solo
-from tests.decoder_svc.requests import PAD_ID, greedy
+from tests.decoder_svc.requests import MERGE_SIZE, PAD_ID, greedy
 
+pytestmark = pytest.mark.usefixtures("steps")
 TEXT = [5, 17, 200, 33, 7, 90, 121]
 MORE = [8, 9, 77]
 
@@ -62,7 +64,7 @@ def test_a_cached_prompt_gives_the_same_embedding(world: World) -> None:
 def test_hidden_states_before_chosen_layers_are_the_references(world: World) -> None:
     request = request_of(world, TEXT, 1, MORE)
     engine = make_engine(world.pair.model)
-    [sequence] = engine._sequences_of(request, 0.0, None)
+    [sequence] = sequences_of(request, 0.0, None, MERGE_SIZE)
     sequence.block_table = engine.blocks.try_take(engine.blocks.blocks_for(sequence.num_tokens)) or []
     chunk = Chunk(sequence, 0, sequence.num_tokens)
     model_input = build_model_input([chunk], world.embeddings, engine.blocks.block_size, world.pair.model.device)

@@ -8,6 +8,7 @@ from decoder_svc import scheduler
 from tests.decoder_svc.engines import Driver, World, driver, request_of
 from tests.decoder_svc.requests import greedy
 
+pytestmark = pytest.mark.usefixtures("steps")
 PROMPT = [5, 17, 200, 33, 7, 90, 121, 8, 9, 77, 60, 61, 62]
 
 

@@ -233,7 +233,7 @@ def test_log_probabilities_of_the_prompt_are_those_of_its_own_tokens() -> None:
     for count in (0, 1):
         asked = sequence(prompt=[0, 1, 4], num_prompt_logprobs=count)
         asked.prompt_logprobs = []
-        readback = Readback()
+        readback = Readback(torch.device("cpu"))
         told = PromptLogprobs.of([Chunk(asked, 0, 2)], HALVES.repeat(2, 1), readback)
         assert asked.prompt_logprobs == [], "nothing is known before it is read"
         readback.start()

@@ -23,14 +23,23 @@ def contents_of(sequence: Sequence) -> list[int]:
     }
     contents: list[int] = []
     state = hash(sequence.prompt.cache_salt)
-    for position, token in enumerate(sequence.tokens(0, sequence.num_tokens)):
+    tokens = [*sequence.tokens(0, sequence.num_tokens), *[next_token(sequence)] * sequence.num_unread_tokens]
+    for position, token in enumerate(tokens):
         state = hash((state, token, rows.get(position)))
         contents.append(state)
     return contents
 
 
+def next_token(sequence: Sequence) -> int:
+    """What the model says next."""
+    return len(sequence.output_token_ids) + 1000
+
+
 class SimulatedEngine:
-    """A scheduler with a KV cache of plain values, which checks each step while it runs it."""
+    """A scheduler with a KV cache of plain values, which checks each step while it runs it.
+
+    With `overlaps_steps` the tokens of a step are known when the next was scheduled.
+    """
 
     def __init__(
         self,
@@ -40,13 +49,19 @@ class SimulatedEngine:
         max_sequences: int = 4,
         max_waiting: int = 100,
         max_model_len: int = 1000,
+        overlaps_steps: bool = False,
+        stop_token: int | None = None,
     ) -> None:
+        self.overlaps_steps = overlaps_steps
+        self.before: list[Chunk] = []
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.media: set[str] = set()
         self.slots: dict[int, int] = {}
         self.outputs: dict[str, list[int]] = {}
         self.max_tokens_per_step = max_tokens_per_step
         self.max_sequences = max_sequences
+        self.max_model_len = max_model_len
+        self.stop_token = stop_token
         self.scheduler = Scheduler(
             self.blocks,
             max_tokens_per_step=max_tokens_per_step,
@@ -67,11 +82,23 @@ class SimulatedEngine:
         written: set[int] = set()
         for chunk in chunks:
             written |= self._run(chunk, written)
-        for chunk in chunks:
-            self.scheduler.computed(chunk)
-            self._sample(chunk)
+        self.scheduler.launched(chunks)
+        if self.overlaps_steps:
+            self._finish(self.before)
+            self.before = chunks
+            for chunk in chunks:
+                chunk.sequence.num_unread_tokens = int(chunk.gives_token and not chunk.sequence.is_ended)
+        else:
+            self._finish(chunks)
         self.blocks.check()
         return chunks
+
+    def _finish(self, chunks: list[Chunk]) -> None:
+        self.scheduler.computed(chunks)
+        for chunk in chunks:
+            chunk.sequence.num_unread_tokens = 0
+            if chunk.gives_token and not chunk.sequence.is_ended:
+                self._sample(chunk.sequence)
 
     def _run(self, chunk: Chunk, written: set[int]) -> set[int]:
         sequence = chunk.sequence
@@ -79,6 +106,9 @@ class SimulatedEngine:
         assert chunk.start == sequence.num_computed_tokens
         assert chunk.num_tokens > 0
         assert chunk.end <= sequence.num_tokens
+        assert chunk.gives_token == (chunk.end == sequence.num_tokens)
+        assert sequence.num_tokens < self.max_model_len
+        assert len(sequence.output_token_ids) + sequence.num_unread_tokens < sequence.sampling.max_tokens
         for span in sequence.prompt.spans:
             assert span.end <= chunk.start or span.offset >= chunk.end or span.key in self.media, "embedding is absent"
         contents = contents_of(sequence)
@@ -92,14 +122,11 @@ class SimulatedEngine:
             self.slots[slots[position]] = contents[position]
         return mine
 
-    def _sample(self, chunk: Chunk) -> None:
-        sequence = chunk.sequence
-        if chunk.end < sequence.num_tokens:
-            assert not chunk.gives_token
-            return
-        assert chunk.gives_token
-        sequence.output_token_ids.append(len(sequence.output_token_ids) + 1000)
-        if len(sequence.output_token_ids) == sequence.sampling.max_tokens:
+    def _sample(self, sequence: Sequence) -> None:
+        token = next_token(sequence)
+        sequence.output_token_ids.append(token)
+        is_full = len(sequence.output_token_ids) == sequence.sampling.max_tokens
+        if is_full or sequence.num_tokens == self.max_model_len or token == self.stop_token:
             self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -107,11 +134,16 @@ class SimulatedEngine:
         assert sequence.block_table == []
         self.outputs[sequence.request_id] = sequence.output_token_ids
 
+    def can_step(self) -> bool:
+        """Run a step; whether one was launched or finished."""
+        had_one_before = bool(self.before)
+        return bool(self.step()) or had_one_before
+
     def run_to_the_end(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):
             if not self.scheduler.sequences:
                 break
-            assert self.step(), "nothing runs although everything is here"
+            assert self.can_step(), "nothing runs although everything is here"
         assert not self.scheduler.sequences, "progress stopped"
         assert self.blocks.num_used == 0
         self.blocks.check()
@@ -150,9 +182,18 @@ def test_choices_that_share_a_prompt_queue_it_once_and_decoding_is_no_queue() ->
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests with few different prompts and pictures, so that prefixes are shared and blocks run out."""
 
+    overlaps_steps = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.engine = SimulatedEngine(9, max_tokens_per_step=7, max_sequences=3, max_model_len=34)
+        self.engine = SimulatedEngine(
+            9,
+            max_tokens_per_step=7,
+            max_sequences=3,
+            max_model_len=34,
+            overlaps_steps=self.overlaps_steps,
+            stop_token=1005,
+        )
         self.number = 0
         self.finished_before: set[str] = set()
 
@@ -225,20 +266,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def someone_with_all_embeddings_is_never_kept_from_running(self) -> None:
         scheduler = self.engine.scheduler
         if any(not scheduler.missing_media(sequence) for sequence in scheduler.sequences):
-            assert self.engine.step()
+            assert self.engine.can_step()
 
     def teardown(self) -> None:
         for _ in range(2000):
             self.engine.media |= {key_of(number) for number in range(3)}
             if not self.engine.scheduler.sequences:
                 break
-            assert self.engine.step(), "nothing runs although everything is here"
+            assert self.engine.can_step(), "nothing runs although everything is here"
         assert not self.engine.scheduler.sequences
         assert self.engine.blocks.num_used == 0
 
 
+class OverlappingMachine(SchedulerMachine):
+    """The same while each step is scheduled before the tokens of the one before are known."""
+
+    overlaps_steps = True
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestOverlappingMachine = OverlappingMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestOverlappingMachine.settings = TestSchedulerMachine.settings
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers_and_the_next_is_served() -> None:

@@ -8,12 +8,14 @@ import os
 import random
 
 import psutil
+import pytest
 
 from common.messages import Cancel, GenerateRequest, MediaAt, MediaNeeded, TokenBatch
 from tests.decoder_svc.engines import World
 from tests.decoder_svc.requests import generate_request, greedy
 from tests.decoder_svc.test_server import Gateway, serving
 
+pytestmark = pytest.mark.usefixtures("steps")
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "100"))
 MAX_TOGETHER = 24
 MAX_GROWTH_BYTES = 32 << 20

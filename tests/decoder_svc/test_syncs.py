@@ -19,6 +19,7 @@ from decoder_svc.model.text import TextModel
 from tests.decoder_svc.engines import Driver, World, make_engine, request_of
 from tests.decoder_svc.requests import greedy
 
+pytestmark = pytest.mark.usefixtures("steps")
 TEXT = [5, 17, 200, 33, 7, 90, 121]
 MORE = [8, 9, 77]
 META = torch.device("meta")
