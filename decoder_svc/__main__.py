@@ -34,6 +34,8 @@ from decoder_svc.embedding_inbox import EmbeddingInbox
 from decoder_svc.engine import Engine, EngineLimits
 from decoder_svc.grammar import GrammarCompiler
 from decoder_svc.kv_budget import affordable_blocks, make_kv_cache
+from decoder_svc.model.decode_graphs import DecodeGraphs, GraphRecorder
+from decoder_svc.model.moe import has_looped_experts
 from decoder_svc.model.parallel import check_split
 from decoder_svc.model.text import TextModel
 from decoder_svc.model.weights import load_text_model
@@ -140,6 +142,7 @@ def _plan_ranks(
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
             threads=_threads(settings),
+            fuse=settings.torch_compile,
             meeting_file=str(Path(folder.name) / "ranks"),
             log_level=settings.log_level,
             log_format=settings.log_format,
@@ -161,23 +164,41 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
     dtype = pick_dtype(settings.dtype, config.dtype)
     device = rank_device(settings.device, 0) if processes is not None else pick_device(settings.device)
     ranks = processes.ranks if processes is not None else None
-    model = load_text_model(checkpoint_dir, dtype=dtype, device=device, block_size=settings.block_size, ranks=ranks)
+    model = load_text_model(
+        checkpoint_dir,
+        dtype=dtype,
+        device=device,
+        block_size=settings.block_size,
+        ranks=ranks,
+        fuse=settings.torch_compile,
+    )
     num_blocks = affordable_blocks(model, settings.kv_cache_bytes, settings.block_size)
     if processes is not None:
         num_blocks = agree_on_blocks(num_blocks, processes.channels)
     kv_cache = make_kv_cache(model, num_blocks, settings.block_size)
     if processes is not None:
         processes.ranks.meet(processes.meeting_file, model.device, model.dtype)
-    kv_tokens = kv_cache.num_blocks * kv_cache.block_size
+    records = _records_graphs(settings, model)
+    kv_tokens = (kv_cache.num_blocks - records) * kv_cache.block_size
     context = int(model.config.max_position_embeddings)
+    max_tokens_per_step = _max_tokens_per_step(settings, model)
     max_model_len = min(settings.max_model_len or context, kv_tokens)
+    graphs = None
+    if records:
+        graphs = DecodeGraphs(
+            model,
+            kv_cache,
+            max_sequences=min(settings.max_sequences, max_tokens_per_step),
+            max_model_len=max_model_len,
+            record=GraphRecorder(model.device),
+        )
     eos_token_ids = _eos_token_ids(checkpoint_dir, config)
     engine = Engine(
         model,
         kv_cache,
         EngineLimits(
             max_model_len=max_model_len,
-            max_tokens_per_step=_max_tokens_per_step(settings, model),
+            max_tokens_per_step=max_tokens_per_step,
             max_sequences=settings.max_sequences,
             max_waiting=settings.max_waiting,
             embedding_cache_bytes=settings.embedding_cache_bytes,
@@ -185,6 +206,7 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
         eos_token_ids=eos_token_ids,
         spatial_merge_size=vision_config.spatial_merge_size,
         overlaps_steps=_overlaps_steps(settings, model.device),
+        graphs=graphs,
     )
     levels = len(vision_config.deepstack_visual_indexes)
     hello = Hello(
@@ -208,6 +230,12 @@ def _max_tokens_per_step(settings: DecoderSettings, model: TextModel) -> int:
 def _overlaps_steps(settings: DecoderSettings, device: torch.device) -> bool:
     """On CPU the host would wait for its own work, and tell each token a step later."""
     return settings.overlap_steps == "on" or (settings.overlap_steps == "auto" and device.type != "cpu")
+
+
+def _records_graphs(settings: DecoderSettings, model: TextModel) -> bool:
+    """Where nothing of a decode step is decided on the host, and no other rank takes part in it."""
+    is_possible = model.device.type == "cuda" and model.attention.can_record and settings.tp == 1
+    return settings.cuda_graphs == "auto" and is_possible and not has_looped_experts(model)
 
 
 class _GenerationConfig(msgspec.Struct):

@@ -66,6 +66,12 @@ class DecoderSettings(CommonSettings):
     """Launch each engine step before the tokens of the one before are read, so that a GPU does not wait for the host:
     auto does so on CUDA."""
 
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Record decode steps as CUDA graphs at start: auto does so where flash-attn is used and --tp is 1."""
+
+    torch_compile: bool = False
+    """Fuse the small operations of layers by torch.compile, on CUDA; each form is compiled when it is first needed."""
+
     max_waiting: int = 1024
     """Requests that may wait, above which new ones are refused as overloaded."""
 

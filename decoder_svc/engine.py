@@ -22,6 +22,7 @@ from decoder_svc.embedding_pool import EmbeddingPool
 from decoder_svc.engine_metrics import EngineMetrics
 from decoder_svc.grammar import Grammar
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.decode_graphs import DecodeGraphs
 from decoder_svc.model.text import TextModel
 from decoder_svc.reports import ended, tokens_of, usage_of, without_tokens
 from decoder_svc.request_check import check_request
@@ -80,8 +81,12 @@ class Engine:
         eos_token_ids: Seq[int],
         spatial_merge_size: int,
         overlaps_steps: bool = False,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """With `overlaps_steps` a step is launched before the one before is read, for a device that is not the host."""
+        """With `overlaps_steps` a step is launched before the one before is read, for a device that is not the host.
+
+        The last block of the cache belongs to the `graphs`, if there are any.
+        """
         self._model = model
         self._overlaps = overlaps_steps
         self._ahead: Step | None = None  # launched and sampled, and not read yet
@@ -89,7 +94,7 @@ class Engine:
         self._limits = limits
         self._eos_token_ids = frozenset(eos_token_ids)
         self._merge_size = spatial_merge_size
-        self.blocks = BlockManager(kv_cache.num_blocks, kv_cache.block_size)
+        self.blocks = BlockManager(kv_cache.num_blocks - (graphs is not None), kv_cache.block_size)
         self.pool = EmbeddingPool(limits.embedding_cache_bytes)
         self.scheduler = Scheduler(
             self.blocks,
@@ -99,7 +104,7 @@ class Engine:
             max_model_len=limits.max_model_len,
             has_media=self.pool.__contains__,
         )
-        self._runner = StepRunner(model, kv_cache, Sampler(eos_token_ids), self.pool.tensors)
+        self._runner = StepRunner(model, kv_cache, Sampler(eos_token_ids), self.pool.tensors, graphs)
         self._metrics = EngineMetrics(self.scheduler, self.blocks)
         self._wanted: dict[Sequence, set[str]] = {}  # asked for and not arrived, of those that have media
         self._first_in_need: str | None = None

@@ -58,6 +58,7 @@ def _load(setup: RankSetup, channel: Channel) -> tuple[ProcessRanks, TextModel, 
         device=setup.device,
         block_size=setup.block_size,
         ranks=ranks,
+        fuse=setup.fuse,
     )
     channel.send_number(affordable_blocks(model, setup.kv_cache_bytes, setup.block_size))
     kv_cache = make_kv_cache(model, channel.receive_number(), setup.block_size)

@@ -19,6 +19,7 @@ from torch import Tensor
 from decoder_svc.grammar_masks import GrammarMasker, GrammarMasks
 from decoder_svc.input_builder import UnreadTokens, build_model_input
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.model.decode_graphs import DecodeGraphs
 from decoder_svc.model.text import TextModel
 from decoder_svc.prompt_logprobs import PromptLogprobs, token_rows
 from decoder_svc.sampler import Drawn, SampledToken, Sampler
@@ -52,9 +53,17 @@ class Step:
 class StepRunner:
     """Runs the steps of one engine."""
 
-    def __init__(self, model: TextModel, kv_cache: KVCache, sampler: Sampler, embeddings: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        embeddings: Mapping[str, Tensor],
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         """`embeddings` [tokens, H*(1+L)] by media key: of each span that a chunk reaches when it is launched."""
         self._model = model
+        self._graphs = graphs
         self._kv_cache = kv_cache
         self._embeddings = embeddings
         self.sampler = sampler
@@ -75,6 +84,8 @@ class StepRunner:
         if any(sequence.is_pooled for sequence in sequences):
             hidden, _ = self._model.hidden_states(model_input, self._kv_cache)
             logits = self._model.logits(hidden)
+        elif self._graphs is not None and self._graphs.can_run(model_input):
+            logits = self._graphs.run(model_input)
         else:
             logits = self._model(model_input, self._kv_cache)
         return Step(chunks, sequences, logits, hidden, readback, launched_at, masks, before is None)

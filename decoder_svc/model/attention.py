@@ -36,6 +36,11 @@ class PagedAttention(Protocol):
         """What logs and metrics call this backend."""
         ...
 
+    @property
+    def can_record(self) -> bool:
+        """Whether a step's launches follow from its tensors' shapes alone, so that they can be replayed for another."""
+        ...
+
     def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> Any:
         """The plan of a step, to be passed to `attend`."""
         ...
@@ -83,6 +88,7 @@ class TorchPagedAttention:
     """Plain matrix products: tiled over queries in prefill, batched over sequences in decode. Any device."""
 
     name = "torch"
+    can_record = False  # contexts decide how sequences are gathered
 
     def prepare(self, model_input: ModelInput, kv_cache: KVCache) -> TorchPlan:
         decoding = _decoding(model_input)
@@ -209,6 +215,7 @@ class NativePagedAttention:
     """The compiled kernels, which read blocks where they lie; without AMX prefill is as in torch's form. CPU only."""
 
     name = "compiled"
+    can_record = False
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
@@ -257,6 +264,7 @@ class FlashPagedAttention:
     """The flash-attn package's varlen kernel over the paged cache: CUDA, half precision, blocks of 256 tokens."""
 
     name = "flash_attn"
+    can_record = True
 
     def __init__(self) -> None:
         self._varlen: Callable[..., Tensor] = importlib.import_module("flash_attn").flash_attn_varlen_func

@@ -6,6 +6,7 @@ of layers or sequences. Runs in the compute thread. Legend: `T` packed tokens, `
 """
 
 import ctypes
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.compiled_library import find_compiled_library
+from common.errors import ConfigError
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model.amx import amx_library
 
@@ -90,6 +92,13 @@ class TorchKernels:
     def store_heads(
         self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, cache: KVCache, layer: int
     ) -> Tensor:
+        turned = self.turn_heads(qkv, heads, cos, sin)
+        values = qkv.view(qkv.shape[0], -1, heads.head_dim)[:, turned.shape[1] :]
+        cache.write(layer, slots, turned[:, heads.num_heads :], values)
+        return turned[:, : heads.num_heads]
+
+    def turn_heads(self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm and rotate q and k, as for `store_heads`: [T, heads + kv_heads, D]."""
         parts = qkv.view(qkv.shape[0], -1, heads.head_dim)
         num_turned = heads.num_heads + heads.num_kv_heads
         # q and k together, in float32: half the operations, and one rounding.
@@ -100,9 +109,20 @@ class TorchKernels:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(heads.eps)) * weight
         first, second = wide.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
-        cache.write(layer, slots, turned[:, heads.num_heads :], parts[:, num_turned:])
-        return turned[:, : heads.num_heads]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+
+
+class FusedKernels(TorchKernels):
+    """Torch's forms, each fused by torch.compile into few launches, for any number of tokens. For CUDA."""
+
+    name = "torch.compile"
+
+    def __init__(self, backend: str = "inductor") -> None:
+        torch_form = TorchKernels()
+        fuse = functools.partial(torch.compile, dynamic=True, fullgraph=True, backend=backend)
+        self.rms_norm = fuse(torch_form.rms_norm)  # type: ignore[method-assign]
+        self.gate = fuse(torch_form.gate)  # type: ignore[method-assign]
+        self.turn_heads = fuse(torch_form.turn_heads)  # type: ignore[method-assign]
 
 
 class NativeKernels:
@@ -271,7 +291,14 @@ def compiled_library() -> Path | None:
     return find_compiled_library(Path(__file__).parent, "_kernels")
 
 
-def select_kernels(device: torch.device | str) -> TorchKernels | NativeKernels:
-    """The compiled kernels on CPU where they were built, else plain torch."""
+def select_kernels(device: torch.device | str, *, fuse: bool = False) -> TorchKernels | NativeKernels:
+    """The compiled kernels on CPU where they were built, else plain torch; with `fuse` its forms by torch.compile.
+
+    Raises ConfigError for `fuse` on CPU, where our own kernels are faster.
+    """
+    if fuse:
+        if torch.device(device).type == "cpu":
+            raise ConfigError("--torch-compile is for CUDA: on CPU the decoder has kernels of its own; leave it out")
+        return FusedKernels()
     library = compiled_library() if torch.device(device).type == "cpu" else None
     return TorchKernels() if library is None else NativeKernels(library)

@@ -29,6 +29,19 @@ class Router(nn.Module):
         return (weights / weights.sum(dim=-1, keepdim=True)).to(hidden.dtype), experts
 
 
+def can_group(like: Tensor) -> bool:
+    """Whether experts run in grouped products, which need no word from the device about the rows of each.
+
+    On CPU these would visit idle experts too.
+    """
+    return like.is_cuda and like.dtype == torch.bfloat16
+
+
+def has_looped_experts(model: nn.Module) -> bool:
+    """Whether a step of a model reads back which experts have rows."""
+    return any(isinstance(module, Experts) and not can_group(module.down_proj) for module in model.modules())
+
+
 class Experts(nn.Module):
     """All experts of a layer: gate_up_proj [E, 2*I, H] (gate rows, then up rows) and down_proj [E, H, I]."""
 
@@ -50,8 +63,7 @@ class Experts(nn.Module):
         # Not bincount, which asks the device for the largest choice.
         experts_in_order = torch.arange(self.down_proj.shape[0], device=choices.device)
         ends = torch.searchsorted(choices[order], experts_in_order, right=True)
-        # The grouped product needs no word from the device about the rows; on CPU it would visit idle experts too.
-        is_grouped = hidden.is_cuda and hidden.dtype == torch.bfloat16
+        is_grouped = can_group(hidden)
         gathered = hidden[order // experts.shape[1]]
         mixed = (self.grouped if is_grouped else self.looped)(gathered, ends) * weights.flatten()[order, None]
         # Back in the order of tokens and summed there: atomic additions would come in another order each time.

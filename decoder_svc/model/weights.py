@@ -45,12 +45,14 @@ def load_text_model(
     block_size: int = 16,
     pack: bool = True,
     ranks: Ranks | None = None,
+    fuse: bool = False,
 ) -> TextModel:
     """The language model of a checkpoint, ready to run.
 
     `block_size` is that of the KV cache it will run over: it decides which attention kernels can be used. Weights are
     packed for the processor unless `pack` is false, which leaves the parameters readable. Of several `ranks` each gets
     its share of the model, and reads no more of the checkpoint. Raises ConfigError when it cannot be split so.
+    With `fuse`, on CUDA, torch.compile fuses the small operations of layers.
     """
     config = read_model_config(checkpoint_dir)
     stored = role_tensors(checkpoint_dir, "decoder")
@@ -59,7 +61,7 @@ def load_text_model(
         stored = _drop_tied_copy(stored)
     # transformers has parsed the part into an object; the MoE class has the dense one's fields and a few more.
     text_config = cast(Qwen3VLTextConfig, config.text_config)
-    kernels = select_kernels(device)
+    kernels = select_kernels(device, fuse=fuse)
     attention = select_attention(device, dtype, block_size, kernels)
     shard = ranks.shard if ranks is not None else WHOLE
     check_split(text_config, shard.size)

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.messages import GenerateRequest, MediaItem, SequenceTokens
 from decoder_svc.engine import Engine, EngineLimits, Event, MediaBudget, MediaWanted
 from decoder_svc.kv_budget import make_kv_cache
+from decoder_svc.model.decode_graphs import DecodeGraphs, Record
 from decoder_svc.model.text import TextModel
 from tests.decoder_svc.model.pairs import Pair
 from tests.decoder_svc.requests import MERGE_SIZE, PAD_ID, generate_request, picture
@@ -33,9 +34,11 @@ def make_engine(
     embedding_cache_bytes: int = 0,
     eos_token_ids: Seq[int] = (),
     overlaps_steps: bool | None = None,
+    record: Record | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> Engine:
-    """An engine with a small cache."""
-    cache = make_kv_cache(model, num_blocks, BLOCK_SIZE)
+    """An engine with a small cache, and with recorded decode steps where `record` is given."""
+    cache = make_kv_cache(model, num_blocks, block_size)
     limits = EngineLimits(
         max_model_len=max_model_len,
         max_tokens_per_step=max_tokens_per_step,
@@ -43,6 +46,9 @@ def make_engine(
         max_waiting=max_waiting,
         embedding_cache_bytes=embedding_cache_bytes,
     )
+    graphs = None
+    if record is not None:
+        graphs = DecodeGraphs(model, cache, max_sequences=max_sequences, max_model_len=max_model_len, record=record)
     return Engine(
         model,
         cache,
@@ -50,6 +56,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         spatial_merge_size=MERGE_SIZE,
         overlaps_steps=OVERLAPS_STEPS if overlaps_steps is None else overlaps_steps,
+        graphs=graphs,
     )
 
 

@@ -1,5 +1,6 @@
 """The engine on a GPU. Skipped where there is none; docs/gpu.md says when these last ran."""
 
+import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from decoder_svc.model.decode_graphs import GRAPH_STEPS, GraphRecorder
 from decoder_svc.model.weights import load_text_model
 from tests.decoder_svc.engines import Driver, make_engine, make_world, request_of
 from tests.decoder_svc.model.pairs import make_pair
@@ -46,6 +48,29 @@ def test_the_device_is_idle_while_nothing_runs(tmp_path: Path) -> None:
         time.sleep(0.02)
     busy_s = run.engine._metrics._busy_s
     assert 0 < busy_s < 0.5 * (time.monotonic() - began)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+@pytest.mark.parametrize("overlaps_steps", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_recorded_decode_steps_give_the_tokens_of_steps_that_are_not(
+    tmp_path: Path, overlaps_steps: bool, fuse: bool
+) -> None:
+    """One sequence, whose sums are the same in either way of launching, and some that are padded beside it."""
+    world = make_world(make_pair(tmp_path, is_moe=False, is_tied=False))
+    model = load_text_model(tmp_path, dtype=torch.bfloat16, device="cuda", block_size=256, fuse=fuse)
+    assert model.attention.can_record
+    outputs = []
+    for graphs in (False, True):
+        recorder = GraphRecorder(model.device) if graphs else None
+        engine = make_engine(model, block_size=256, overlaps_steps=overlaps_steps, record=recorder)
+        run = Driver(engine, world.embeddings.__getitem__)
+        run.add(*(request_of(world, [n], TEXT, request_id=f"r{n}", sampling=greedy(8 + n)) for n in range(3)))
+        before = GRAPH_STEPS._value.get()
+        run.run()
+        assert (GRAPH_STEPS._value.get() > before) == graphs
+        outputs.append(run.outputs)
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("overlaps_steps", [False, True])

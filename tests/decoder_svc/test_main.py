@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from decoder_svc.__main__ import _eos_token_ids, _max_tokens_per_step, _overlaps_steps, _threads
+from decoder_svc.__main__ import _eos_token_ids, _max_tokens_per_step, _overlaps_steps, _records_graphs, _threads
 from decoder_svc.config import DecoderSettings, OnOffAuto
 from tests.decoder_svc.engines import World
 
@@ -53,6 +53,24 @@ def test_steps_on_cpu_are_short_unless_the_setting_says_otherwise(world: World) 
 def test_steps_overlap_on_cuda_or_when_the_setting_says_so(setting: OnOffAuto, device: str, expected: bool) -> None:
     settings = DecoderSettings(model="m", overlap_steps=setting)
     assert _overlaps_steps(settings, torch.device(device)) is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "can_record", "fields", "expected"),
+    [
+        ("cuda", True, {}, True),
+        ("cuda", True, {"cuda_graphs": "off"}, False),
+        ("cuda", True, {"tp": 2}, False),
+        ("cuda", False, {}, False),
+        ("cpu", True, {}, False),
+    ],
+)
+def test_decode_steps_are_recorded_where_they_can_be(
+    device: str, can_record: bool, fields: dict[str, Any], expected: bool
+) -> None:
+    model = torch.nn.Module()
+    model.device, model.attention = torch.device(device), SimpleNamespace(can_record=can_record)  # type: ignore[assignment]
+    assert _records_graphs(DecoderSettings(model="m", **fields), model) is expected  # type: ignore[arg-type]
 
 
 def test_the_threads_are_shared_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ SETUP = RankSetup(
     block_size=16,
     kv_cache_bytes=0,
     threads=4,
+    fuse=False,
     meeting_file="/tmp/x/ranks",
     log_level="info",
     log_format="json",

@@ -12,6 +12,7 @@ from decoder_svc.model import kernels
 from decoder_svc.model.amx import amx_library
 from decoder_svc.model.attention import (
     QUERY_TILE,
+    FlashPagedAttention,
     NativePagedAttention,
     PagedAttention,
     TorchPagedAttention,
@@ -225,3 +226,11 @@ def test_cuda_without_flash_attn_takes_the_torch_path(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_torch_path_on_cuda_equals_plain_causal_attention() -> None:
     run_step([(33, 1), (70, 20), (5, 5), (17, 1), (300, 150)], device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+@pytest.mark.parametrize("lengths", [[(300, 1), (17, 1), (512, 1)], [(33, 1), (600, 20), (5, 5), (257, 257)]])
+def test_flash_attn_equals_plain_causal_attention(lengths: list[tuple[int, int]]) -> None:
+    run_step(lengths, "cuda", torch.bfloat16, FlashPagedAttention(), sizes=(8, 2, 64, 256))

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common.errors import ConfigError
 from decoder_svc.kv_cache import KVCache
 from decoder_svc.model import kernels as module
 from decoder_svc.model import linear
 from decoder_svc.model.amx import amx_library
-from decoder_svc.model.kernels import Heads, NativeKernels, TorchKernels, compiled_library, select_kernels
+from decoder_svc.model.kernels import FusedKernels, Heads, NativeKernels, TorchKernels, compiled_library, select_kernels
 from decoder_svc.model.linear import Linear
 
 LIBRARY = compiled_library()
@@ -154,3 +155,42 @@ def test_packing_drops_the_plain_weight() -> None:
     layer.pack()
     assert layer.weight is None
     assert list(layer.parameters()) == []
+
+
+def test_torch_compile_is_refused_on_cpu_with_a_reason() -> None:
+    assert select_kernels("cuda", fuse=True).name == "torch.compile"
+    with pytest.raises(ConfigError, match="--torch-compile is for CUDA"):
+        select_kernels("cpu", fuse=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_forms_agree_and_are_compiled_once_for_any_number_of_tokens(dtype: torch.dtype) -> None:
+    """Traced as for a GPU and run by torch's own operators: what a compiler makes of the trace is not ours."""
+    fused, plain = FusedKernels(backend="aot_eager"), TorchKernels()
+    heads = Heads(4, 2, 16, torch.rand(16).to(dtype), torch.rand(16).to(dtype), 1e-6)
+    weight = torch.rand(32).to(dtype)
+
+    def check(num_tokens: int) -> None:
+        hidden, delta = torch.randn(2, num_tokens, 32).to(dtype)
+        own = hidden.clone()
+        for given in (None, delta):
+            got, expected = (k.rms_norm(x, weight, 1e-6, given) for k, x in ((fused, own), (plain, hidden)))
+            torch.testing.assert_close(got, expected, **tolerance(dtype))
+        assert torch.equal(own, hidden), "the residual took the delta in"
+        gate_up = torch.randn(num_tokens, 64).to(dtype)
+        torch.testing.assert_close(fused.gate(gate_up, F.silu), plain.gate(gate_up, F.silu), **tolerance(dtype))
+        qkv, angles = torch.randn(num_tokens, 8 * 16).to(dtype), torch.rand(num_tokens, 8)
+        caches = [KVCache(1, 8, 4, 2, 16, dtype, "cpu") for _ in range(2)]
+        queries = [
+            kernels.store_heads(qkv, heads, angles.cos(), angles.sin(), torch.arange(num_tokens), cache, 0)
+            for kernels, cache in zip((fused, plain), caches, strict=True)
+        ]
+        torch.testing.assert_close(*queries, **tolerance(dtype))
+        torch.testing.assert_close(caches[0].pool, caches[1].pool, **tolerance(dtype))
+
+    with torch.inference_mode():
+        for num_tokens in (5, 1, 9):
+            check(num_tokens)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for num_tokens in (2, 17, 31):
+                check(num_tokens)
