@@ -28,17 +28,17 @@ bench-gateway: $(VENV)/.ready
 bench-encoder: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.bench_encoder
 
-# The engine of the decoder, beside transformers' generate.
+# The engine of the decoder, beside transformers' generate, and with VLLM=path/to/vllm beside vLLM's server.
 bench-decoder: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.bench_decoder
+	$(BIN)/python -m benchmarks.bench_decoder $(if $(VLLM),--vllm $(VLLM))
 
 # What grammars cost a full batch of answers.
 bench-structured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.bench_structured
 
-# Text streams beside new pictures: our processes, or any server by URL=http://host:port/v1.
+# Text streams beside new pictures: our processes, or any server by URL=http://host:port/v1; VLLM=path/to/vllm adds its.
 bench-interference: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.bench_interference $(if $(URL),--url $(URL))
+	$(BIN)/python -m benchmarks.bench_interference $(if $(URL),--url $(URL)) $(if $(VLLM),--vllm $(VLLM))
 
 # Every route against thousands of requests that its documentation describes; takes about twenty minutes.
 fuzz: $(VENV)/.ready

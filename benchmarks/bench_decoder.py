@@ -1,9 +1,10 @@
 """The decoder's engine beside transformers' `generate`: decoding, prefill, and what must hold of the engine itself.
 
-    python -m benchmarks.bench_decoder [--model FOLDER] [--rounds 5] [--threads 1] [--dtype bfloat16]
+    python -m benchmarks.bench_decoder [--model FOLDER] [--rounds 5] [--threads 1] [--dtype bfloat16] [--vllm COMMAND]
 
 Without a folder it writes the checkpoint of `bench_vl`. Both sides run in this process, with the same threads and
-dtype, in turns. First their greedy tokens are compared in float32. The last line is one JSON object of ratios with
+dtype, in turns. First their greedy tokens are compared in float32. With vLLM's command its server joins, in rows of
+their own that no target judges: its times hold HTTP. The last line is one JSON object of ratios with
 their targets; the exit status is 1 when one falls short.
 """
 
@@ -23,6 +24,7 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.bench_vl import checkpoint
 from benchmarks.side_by_side import Times, affinity, verdict
+from benchmarks.vllm_server import Streams, vllm_server
 from common.messages import GenerateRequest, SamplingParams, SequenceTokens
 from common.tensors import DTYPES
 from decoder_svc.engine import Engine, EngineLimits
@@ -226,6 +228,25 @@ def bench_peer(ours: Ours, reference: Transformers, rounds: int, context: int, n
     return ratios
 
 
+def bench_vllm(ours: Ours, peer: Streams, rounds: int, context: int, num_tokens: int) -> None:
+    """The same rows beside vLLM's server."""
+    for batch in DECODE_TARGETS:
+        times = in_turns(
+            lambda seed, batch=batch: ours.decode_step(random_prompts(batch, context, 7000 + seed), num_tokens),
+            lambda seed, batch=batch: peer.decode_step(random_prompts(batch, context, 7000 + seed), num_tokens),
+            rounds,
+        )
+        rates = [batch / statistics.median(side) for side in (times.ours, times.peer)]
+        print(times.row(f"beside vLLM: decode step, batch {batch} ({rates[0]:.0f} and {rates[1]:.0f} tokens/s)"))
+    for length in (512, 1024):
+        times = in_turns(
+            lambda seed, length=length: ours.first_token(random_prompts(1, length, 8000 + seed)[0]),
+            lambda seed, length=length: peer.first_token(random_prompts(1, length, 8000 + seed)[0]),
+            rounds,
+        )
+        print(times.row(f"beside vLLM: first token of {length} tokens"))
+
+
 def bench_prefix(ours: Ours, rounds: int) -> float:
     """How many times sooner the first token of 1,024 tokens comes when all but the last few are cached."""
     cold, warm = [], []
@@ -297,6 +318,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--vllm", type=Path, help="vLLM's command, such as vl/bin/vllm: its server is measured too")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=24, help="steps that each decoding round times")
     parser.add_argument("--requests", type=int, default=10_000, help="requests of the row that looks for a slow leak")
@@ -311,6 +333,9 @@ def main() -> int:
             f"{ours.model.kernels.name} kernels, {ours.model.attention.name} attention, {options.rounds} rounds"
         )
         ratios = bench_peer(ours, reference, options.rounds, options.context, options.tokens)
+        if options.vllm is not None:
+            with vllm_server(options.vllm, folder, options.threads) as url:
+                bench_vllm(ours, Streams(url), options.rounds, options.context, options.tokens)
         ratios["cached_prefix"] = bench_prefix(ours, options.rounds)
         ratios["bookkeeping"] = bench_bookkeeping(ours, options.tokens)
         ratios["long_prompt_gap"] = bench_long_prompt(ours)

@@ -1,11 +1,11 @@
 """Do text streams suffer when new pictures come? Four streams, undisturbed and then beside a picture every few seconds.
 
-    python -m benchmarks.bench_interference [--model FOLDER] [--seconds 60] [--url http://host:port/v1]
+    python -m benchmarks.bench_interference [--model FOLDER] [--seconds 60] [--url http://host:port/v1] [--vllm COMMAND]
 
 Without a URL it starts the processes of `tandem up` in bfloat16 over the checkpoint of `bench_vl`: the encoder pinned
 to one core, the decoder to another, gateway and client wherever they fit. With one, the same load goes to that server,
-whatever it is. The last line is one JSON object of ratios with their targets; the exit status is 1 when one falls
-short.
+whatever it is. With vLLM's command its server gets the load first, in rows that no target judges. The last line is one
+JSON object of ratios with their targets; the exit status is 1 when one falls short.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from rich.console import Console
 
 from benchmarks.bench_vl import checkpoint, jpeg
 from benchmarks.side_by_side import affinity, verdict
+from benchmarks.vllm_server import vllm_server
 from deploy.local import LocalStack, UpSettings, free_port, plan
 
 STREAMS, STREAM_TOKENS = 4, 512
@@ -177,20 +178,28 @@ async def server(url: str | None, model: Path | None) -> AsyncIterator[str]:
             await processes.stop()
 
 
+async def measure_both(url: str, name: str, options: argparse.Namespace) -> tuple[Window, Window]:
+    """The streams of one server, undisturbed and then beside pictures."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits, trust_env=False) as client:
+        model = (await client.get("models")).json()["data"][0]["id"]
+        print(f"{model} at {url}; client on cores {affinity()}; {options.seconds:.0f} s after {options.warm_up:.0f} s")
+        load = Load(client, model)
+        alone = await load.measure(options.seconds, options.warm_up, with_pictures=False)
+        print(alone.row(f"{name}{STREAMS} streams"))
+        beside = await load.measure(options.seconds, options.warm_up, with_pictures=True)
+        print(beside.row(f"{name}{STREAMS} streams and a new {SIDE}x{SIDE} picture every {PICTURE_EVERY_S:.0f} s"))
+    return alone, beside
+
+
 async def run(options: argparse.Namespace) -> int:
     """Measure both phases and judge."""
+    if options.vllm is not None:
+        # Starting and stopping block the loop, in which nothing else runs then.
+        with checkpoint(options.model) as folder, vllm_server(options.vllm, folder, len(affinity())) as url:
+            await measure_both(url, "vLLM: ", options)
     async with server(options.url, options.model) as url:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits, trust_env=False) as client:
-            model = (await client.get("models")).json()["data"][0]["id"]
-            print(
-                f"{model} at {url}; client on cores {affinity()}; {options.seconds:.0f} s after {options.warm_up:.0f} s"
-            )
-            load = Load(client, model)
-            alone = await load.measure(options.seconds, options.warm_up, with_pictures=False)
-            print(alone.row(f"{STREAMS} streams"))
-            beside = await load.measure(options.seconds, options.warm_up, with_pictures=True)
-            print(beside.row(f"{STREAMS} streams and a new {SIDE}x{SIDE} picture every {PICTURE_EVERY_S:.0f} s"))
+        alone, beside = await measure_both(url, "", options)
     ratios = {
         "throughput": beside.rate / alone.rate,
         "p99_gap": 2 * alone.gap(0.99) / beside.gap(0.99),
@@ -205,6 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint; by default that of bench_vl is written")
     parser.add_argument("--url", help="the API of a server that runs already, such as http://127.0.0.1:8000/v1")
+    parser.add_argument("--vllm", type=Path, help="vLLM's command, such as vl/bin/vllm: its server gets the load too")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--warm-up", type=float, default=10.0)
     return asyncio.run(run(parser.parse_args()))
