@@ -130,6 +130,7 @@ def _plan_ranks(
     """What the other ranks are told. Raises ConfigError for a split that the model or the machine does not allow."""
     config = read_model_config(checkpoint_dir)
     check_split(cast(Qwen3VLTextConfig, config.text_config), settings.tp)
+    dtype = pick_dtype(settings.dtype, config.dtype)
     devices = [rank_device(settings.device, rank) for rank in range(settings.tp)]
     folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
     setups = [
@@ -137,7 +138,8 @@ def _plan_ranks(
             rank=rank,
             size=settings.tp,
             checkpoint_dir=str(checkpoint_dir),
-            dtype=dtype_name(pick_dtype(settings.dtype, config.dtype)),
+            dtype=dtype_name(dtype),
+            kv_dtype=dtype_name(pick_dtype(settings.kv_cache_dtype, dtype)),
             device=devices[rank],
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
@@ -162,6 +164,7 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
     vision_config = cast(Qwen3VLVisionConfig, config.vision_config)
     use_threads(_threads(settings))
     dtype = pick_dtype(settings.dtype, config.dtype)
+    kv_dtype = pick_dtype(settings.kv_cache_dtype, dtype)
     device = rank_device(settings.device, 0) if processes is not None else pick_device(settings.device)
     ranks = processes.ranks if processes is not None else None
     model = load_text_model(
@@ -171,11 +174,12 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
         block_size=settings.block_size,
         ranks=ranks,
         fuse=settings.torch_compile,
+        kv_dtype=kv_dtype,
     )
-    num_blocks = affordable_blocks(model, settings.kv_cache_bytes, settings.block_size)
+    num_blocks = affordable_blocks(model, settings.kv_cache_bytes, settings.block_size, kv_dtype)
     if processes is not None:
         num_blocks = agree_on_blocks(num_blocks, processes.channels)
-    kv_cache = make_kv_cache(model, num_blocks, settings.block_size)
+    kv_cache = make_kv_cache(model, num_blocks, settings.block_size, kv_dtype)
     if processes is not None:
         processes.ranks.meet(processes.meeting_file, model.device, model.dtype)
     records = _records_graphs(settings, model)

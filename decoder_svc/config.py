@@ -52,6 +52,10 @@ class DecoderSettings(CommonSettings):
     """Memory of the KV cache, for each of --tp; 0 takes 1 GiB on CPU, and 85 % of what is free after loading on
     CUDA."""
 
+    kv_cache_dtype: DtypeName = "auto"
+    """Dtype of the KV cache: auto takes the compute dtype. Another one is read by attention in plain torch, which is
+    slower: for float32 models that lack memory."""
+
     block_size: int = 16
     """Tokens in one block of the KV cache."""
 

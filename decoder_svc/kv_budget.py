@@ -15,16 +15,15 @@ CPU_KV_CACHE_BYTES = 1 << 30
 CUDA_KV_CACHE_SHARE = 0.85
 
 
-def affordable_blocks(model: TextModel, num_bytes: int, block_size: int) -> int:
+def affordable_blocks(model: TextModel, num_bytes: int, block_size: int, dtype: torch.dtype | None = None) -> int:
     """Blocks that fit into `num_bytes`, or for 0 into what the device has. Raises ConfigError for fewer than two."""
     config = model.config
     if num_bytes == 0 and model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         num_bytes = int(free * CUDA_KV_CACHE_SHARE)
     num_bytes = num_bytes or CPU_KV_CACHE_BYTES
-    block_bytes = (
-        2 * config.num_hidden_layers * num_kv_heads(config) * config.head_dim * block_size * model.dtype.itemsize
-    )
+    itemsize = (dtype or model.dtype).itemsize
+    block_bytes = 2 * config.num_hidden_layers * num_kv_heads(config) * config.head_dim * block_size * itemsize
     num_blocks = num_bytes // block_bytes
     if num_blocks < 2:
         raise ConfigError(
@@ -34,8 +33,8 @@ def affordable_blocks(model: TextModel, num_bytes: int, block_size: int) -> int:
     return num_blocks
 
 
-def make_kv_cache(model: TextModel, num_blocks: int, block_size: int) -> KVCache:
-    """An empty cache for the heads that a model has."""
+def make_kv_cache(model: TextModel, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVCache:
+    """An empty cache for the heads that a model has, by default in its dtype."""
     config = model.config
     return KVCache(
         config.num_hidden_layers,
@@ -43,6 +42,6 @@ def make_kv_cache(model: TextModel, num_blocks: int, block_size: int) -> KVCache
         block_size,
         num_kv_heads(config),
         config.head_dim,
-        model.dtype,
+        dtype or model.dtype,
         model.device,
     )

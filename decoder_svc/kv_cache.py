@@ -55,12 +55,12 @@ class KVCache:
         """Store the keys and values of new tokens.
 
         slot_mapping  [T] int64                    block * block_size + offset, all different
-        k, v          [T, kv_heads, head_dim]
+        k, v          [T, kv_heads, head_dim], rounded to the cache's dtype
         """
         block, offset = slot_mapping // self.block_size, slot_mapping % self.block_size
         first = block * (2 * self.num_kv_heads * self.block_size) + offset
         rows = (first[:, None] + self._units).flatten()
-        new = torch.stack([k, v], dim=2).view(-1, self.head_dim)
+        new = torch.stack([k, v], dim=2).view(-1, self.head_dim).to(self.pool.dtype)
         self.pool[layer].view(-1, self.head_dim).index_copy_(0, rows, new)
 
     def rows_of(self, blocks: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ def run(channel: Channel) -> int:
 def _load(setup: RankSetup, channel: Channel) -> tuple[ProcessRanks, TextModel, KVCache]:
     ranks = ProcessRanks(Shard(setup.rank, setup.size), ())
     use_threads(setup.threads)
+    kv_dtype = DTYPES[setup.kv_dtype]
     model = load_text_model(
         Path(setup.checkpoint_dir),
         dtype=DTYPES[setup.dtype],
@@ -59,9 +60,10 @@ def _load(setup: RankSetup, channel: Channel) -> tuple[ProcessRanks, TextModel, 
         block_size=setup.block_size,
         ranks=ranks,
         fuse=setup.fuse,
+        kv_dtype=kv_dtype,
     )
-    channel.send_number(affordable_blocks(model, setup.kv_cache_bytes, setup.block_size))
-    kv_cache = make_kv_cache(model, channel.receive_number(), setup.block_size)
+    channel.send_number(affordable_blocks(model, setup.kv_cache_bytes, setup.block_size, kv_dtype))
+    kv_cache = make_kv_cache(model, channel.receive_number(), setup.block_size, kv_dtype)
     ranks.meet(Path(setup.meeting_file), torch.device(setup.device), model.dtype)
     return ranks, model, kv_cache
 

@@ -47,6 +47,7 @@ class RankSetup(msgspec.Struct):
     size: int
     checkpoint_dir: str
     dtype: str
+    kv_dtype: str
     device: str
     block_size: int
     kv_cache_bytes: int

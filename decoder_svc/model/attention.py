@@ -158,7 +158,8 @@ def _attend_prefill(q: Tensor, kv_cache: KVCache, layer: int, plan: PrefillPlan)
     """
     num_new, num_heads, head_dim = q.shape
     kv_heads = kv_cache.num_kv_heads
-    keys, values = (x.view(kv_heads, -1, head_dim) for x in kv_cache.gather(layer, plan.gather_rows))
+    gathered = kv_cache.gather(layer, plan.gather_rows)
+    keys, values = (x.view(kv_heads, -1, head_dim).to(q.dtype) for x in gathered)
     num_old = plan.context_len - num_new
     grouped = (q * head_dim**-0.5).view(num_new, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     out = torch.empty_like(q)
@@ -181,7 +182,8 @@ def _attend_decode(q: Tensor, kv_cache: KVCache, layer: int, plan: DecodePlan) -
     """One new token of each sequence over its context: q [d, heads, D] -> [d, heads, D]."""
     num_seqs, num_heads, head_dim = q.shape
     pairs = num_seqs * kv_cache.num_kv_heads
-    keys, values = (x.view(pairs, -1, head_dim) for x in kv_cache.gather(layer, plan.gather_rows))
+    gathered = kv_cache.gather(layer, plan.gather_rows)
+    keys, values = (x.view(pairs, -1, head_dim).to(q.dtype) for x in gathered)
     sequence, position = plan.padding
     if len(sequence):
         # Beyond a context lie other sequences' values. Weight zero is not enough: zero times NaN is NaN.
@@ -290,9 +292,18 @@ class FlashPagedAttention:
 
 
 def select_attention(
-    device: torch.device | str, dtype: torch.dtype, block_size: int, kernels: TorchKernels | NativeKernels
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int,
+    kernels: TorchKernels | NativeKernels,
+    kv_dtype: torch.dtype | None = None,
 ) -> PagedAttention:
-    """flash-attn where it is installed and can run, the compiled kernel where it was built, else plain torch."""
+    """flash-attn where it is installed and can run, the compiled kernel where it was built, else plain torch.
+
+    Plain torch alone reads a cache of another dtype than the model's.
+    """
+    if kv_dtype not in (None, dtype):
+        return TorchPagedAttention()
     is_half = dtype in (torch.float16, torch.bfloat16)
     can_run = torch.device(device).type == "cuda" and is_half and block_size % FLASH_BLOCK_MULTIPLE == 0
     if can_run and importlib.util.find_spec("flash_attn") is not None:

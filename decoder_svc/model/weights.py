@@ -46,13 +46,15 @@ def load_text_model(
     pack: bool = True,
     ranks: Ranks | None = None,
     fuse: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> TextModel:
     """The language model of a checkpoint, ready to run.
 
-    `block_size` is that of the KV cache it will run over: it decides which attention kernels can be used. Weights are
-    packed for the processor unless `pack` is false, which leaves the parameters readable. Of several `ranks` each gets
-    its share of the model, and reads no more of the checkpoint. Raises ConfigError when it cannot be split so.
-    With `fuse`, on CUDA, torch.compile fuses the small operations of layers.
+    `block_size` and `kv_dtype`, by default `dtype`, are those of the KV cache it will run over: they decide which
+    attention kernels can be used. Weights are packed for the processor unless `pack` is false, which leaves the
+    parameters readable. Of several `ranks` each gets its share of the model, and reads no more of the checkpoint. With
+    `fuse`, on CUDA, torch.compile fuses the small operations of layers. Raises ConfigError when the model cannot be
+    split so, or for `fuse` on CPU.
     """
     config = read_model_config(checkpoint_dir)
     stored = role_tensors(checkpoint_dir, "decoder")
@@ -62,7 +64,7 @@ def load_text_model(
     # transformers has parsed the part into an object; the MoE class has the dense one's fields and a few more.
     text_config = cast(Qwen3VLTextConfig, config.text_config)
     kernels = select_kernels(device, fuse=fuse)
-    attention = select_attention(device, dtype, block_size, kernels)
+    attention = select_attention(device, dtype, block_size, kernels, kv_dtype)
     shard = ranks.shard if ranks is not None else WHOLE
     check_split(text_config, shard.size)
     own_config = local_config(text_config, shard.size)

@@ -19,6 +19,7 @@ SETUP = RankSetup(
     kv_cache_bytes=0,
     threads=4,
     fuse=False,
+    kv_dtype="bfloat16",
     meeting_file="/tmp/x/ranks",
     log_level="info",
     log_format="json",

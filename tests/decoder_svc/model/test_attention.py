@@ -42,6 +42,7 @@ def run_step(
     dtype: torch.dtype = torch.float32,
     attention: PagedAttention | None = None,
     sizes: tuple[int, int, int, int] = (HEADS, KV_HEADS, HEAD_DIM, BLOCK),
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """One step of sequences with (context, new tokens) each, in blocks dealt at random; compares with plain.
 
@@ -50,7 +51,7 @@ def run_step(
     torch.manual_seed(0)
     num_heads, kv_heads, head_dim, block = sizes
     num_blocks = sum(-(-context // block) for context, _ in lengths)
-    cache = KVCache(1, num_blocks, block, kv_heads, head_dim, dtype, device)
+    cache = KVCache(1, num_blocks, block, kv_heads, head_dim, kv_dtype or dtype, device)
     cache.pool.fill_(float("nan"))
     free = torch.randperm(num_blocks).tolist()
     tables = torch.zeros(len(lengths), max(-(-context // block) for context, _ in lengths), dtype=torch.int32)
@@ -82,7 +83,7 @@ def run_step(
     attention = attention or TorchPagedAttention()
     plan = attention.prepare(step, cache)
     got = attention.attend(torch.cat(queries).to(device, dtype), cache, 0, plan)
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    tolerance = 1e-5 if cache.pool.dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got.float().cpu(), torch.cat(expected), rtol=0, atol=tolerance)
 
 
@@ -99,6 +100,14 @@ def run_step(
 )
 def test_paged_attention_equals_plain_causal_attention(lengths: list[tuple[int, int]]) -> None:
     run_step(lengths)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.bfloat16])
+def test_a_cache_of_another_dtype_is_read_in_the_dtype_of_the_model(kv_dtype: torch.dtype) -> None:
+    run_step([(33, 1), (70, 20), (17, 1), (40, 40)], kv_dtype=kv_dtype)
+    for device in ("cpu", "cuda"):
+        kernels = TorchKernels() if LIBRARY is None else NativeKernels(LIBRARY)
+        assert select_attention(device, torch.float32, 256, kernels, kv_dtype).name == "torch"
 
 
 def test_half_precision_stays_near() -> None:
