@@ -17,6 +17,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 
 from common import __version__
 from common.checkpoint import read_model_config
+from common.cores import keep_to_cores
 from common.discovery import ENCODERS, KubernetesOptions, member_source
 from common.embedding_cache import EmbeddingCache
 from common.errors import ConfigError
@@ -268,6 +269,7 @@ def decoder(settings: Annotated[DecoderSettings, Parameter(name="*")]) -> None:
     It takes token ids from gateways, pulls the embeddings that it needs from Redis or from encoders, and generates. It
     loads only the language weights of the checkpoint. Start as many as the text load needs.
     """
+    keep_to_cores(settings.cores)  # before any thread of a kernel is there
     keep_freed_memory()
     configure_logs("decoder", settings.log_level, settings.log_format)
     service = Service(lambda: open_decoder(settings), {"role": "decoder", "model": settings.model_name})

@@ -45,6 +45,9 @@ class DecoderSettings(CommonSettings):
     threads: int = 0
     """Threads of the model on CPU, of all --tp processes together; 0 takes the cores that this process may use."""
 
+    cores: str = ""
+    """Cores that this process and those of --tp keep to, such as 0-3,8; by default all that it may use."""
+
     max_model_len: int = 0
     """Tokens of one prompt and its answer together; 0 takes the checkpoint's context, or what the KV cache holds."""
 
