@@ -145,7 +145,7 @@ def _plan_ranks(
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
             threads=_threads(settings),
-            fuse=settings.torch_compile,
+            compile_layers=settings.compile_layers,
             meeting_file=str(Path(folder.name) / "ranks"),
             log_level=settings.log_level,
             log_format=settings.log_format,
@@ -174,7 +174,7 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
         device=device,
         block_size=settings.block_size,
         ranks=ranks,
-        fuse=settings.torch_compile,
+        compile_layers=settings.compile_layers,
         kv_dtype=kv_dtype,
     )
     num_blocks = affordable_blocks(model, settings.kv_cache_bytes, settings.block_size, kv_dtype)

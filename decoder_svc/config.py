@@ -76,8 +76,9 @@ class DecoderSettings(CommonSettings):
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Record decode steps as CUDA graphs at start: auto does so where flash-attn is used and --tp is 1."""
 
-    torch_compile: bool = False
-    """Fuse the small operations of layers by torch.compile, on CUDA; each form is compiled when it is first needed."""
+    compile_layers: bool = False
+    """Let torch.compile fuse the small operations of layers, on CUDA alone; each form is compiled when it is first
+    needed. Needs Triton and a C compiler on the machine."""
 
     max_waiting: int = 1024
     """Requests that may wait, above which new ones are refused as overloaded."""

@@ -59,7 +59,7 @@ def _load(setup: RankSetup, channel: Channel) -> tuple[ProcessRanks, TextModel, 
         device=setup.device,
         block_size=setup.block_size,
         ranks=ranks,
-        fuse=setup.fuse,
+        compile_layers=setup.compile_layers,
         kv_dtype=kv_dtype,
     )
     channel.send_number(affordable_blocks(model, setup.kv_cache_bytes, setup.block_size, kv_dtype))

@@ -52,7 +52,7 @@ class RankSetup(msgspec.Struct):
     block_size: int
     kv_cache_bytes: int
     threads: int
-    fuse: bool
+    compile_layers: bool
     meeting_file: str
     log_level: LogLevel
     log_format: LogFormat

@@ -112,7 +112,7 @@ class TorchKernels:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
 
 
-class FusedKernels(TorchKernels):
+class TorchCompiledKernels(TorchKernels):
     """Torch's forms, each fused by torch.compile into few launches, for any number of tokens. For CUDA."""
 
     name = "torch.compile"
@@ -291,14 +291,14 @@ def compiled_library() -> Path | None:
     return find_compiled_library(Path(__file__).parent, "_kernels")
 
 
-def select_kernels(device: torch.device | str, *, fuse: bool = False) -> TorchKernels | NativeKernels:
-    """The compiled kernels on CPU where they were built, else plain torch; with `fuse` its forms by torch.compile.
+def select_kernels(device: torch.device | str, *, compile_layers: bool = False) -> TorchKernels | NativeKernels:
+    """The compiled kernels on CPU where they were built, else plain torch, with `compile_layers` by torch.compile.
 
-    Raises ConfigError for `fuse` on CPU, where our own kernels are faster.
+    Raises ConfigError for `compile_layers` on CPU, where our own kernels are faster.
     """
-    if fuse:
+    if compile_layers:
         if torch.device(device).type == "cpu":
-            raise ConfigError("--torch-compile is for CUDA: on CPU the decoder has kernels of its own; leave it out")
-        return FusedKernels()
+            raise ConfigError("--compile-layers is for CUDA: on CPU the decoder has kernels of its own; leave it out")
+        return TorchCompiledKernels()
     library = compiled_library() if torch.device(device).type == "cpu" else None
     return TorchKernels() if library is None else NativeKernels(library)

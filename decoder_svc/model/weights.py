@@ -45,7 +45,7 @@ def load_text_model(
     block_size: int = 16,
     pack: bool = True,
     ranks: Ranks | None = None,
-    fuse: bool = False,
+    compile_layers: bool = False,
     kv_dtype: torch.dtype | None = None,
 ) -> TextModel:
     """The language model of a checkpoint, ready to run.
@@ -53,8 +53,8 @@ def load_text_model(
     `block_size` and `kv_dtype`, by default `dtype`, are those of the KV cache it will run over: they decide which
     attention kernels can be used. Weights are packed for the processor unless `pack` is false, which leaves the
     parameters readable. Of several `ranks` each gets its share of the model, and reads no more of the checkpoint. With
-    `fuse`, on CUDA, torch.compile fuses the small operations of layers. Raises ConfigError when the model cannot be
-    split so, or for `fuse` on CPU.
+    `compile_layers`, on CUDA, torch.compile fuses the small operations of layers. Raises ConfigError when the model
+    cannot be split so, or for `compile_layers` on CPU.
     """
     config = read_model_config(checkpoint_dir)
     stored = role_tensors(checkpoint_dir, "decoder")
@@ -63,7 +63,7 @@ def load_text_model(
         stored = _drop_tied_copy(stored)
     # transformers has parsed the part into an object; the MoE class has the dense one's fields and a few more.
     text_config = cast(Qwen3VLTextConfig, config.text_config)
-    kernels = select_kernels(device, fuse=fuse)
+    kernels = select_kernels(device, compile_layers=compile_layers)
     attention = select_attention(device, dtype, block_size, kernels, kv_dtype)
     shard = ranks.shard if ranks is not None else WHOLE
     check_split(text_config, shard.size)

@@ -52,13 +52,15 @@ def test_the_device_is_idle_while_nothing_runs(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
 @pytest.mark.parametrize("overlaps_steps", [False, True])
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("compile_layers", [False, True])
 def test_recorded_decode_steps_give_the_tokens_of_steps_that_are_not(
-    tmp_path: Path, overlaps_steps: bool, fuse: bool
+    tmp_path: Path, overlaps_steps: bool, compile_layers: bool
 ) -> None:
     """One sequence, whose sums are the same in either way of launching, and some that are padded beside it."""
     world = make_world(make_pair(tmp_path, is_moe=False, is_tied=False))
-    model = load_text_model(tmp_path, dtype=torch.bfloat16, device="cuda", block_size=256, fuse=fuse)
+    model = load_text_model(
+        tmp_path, dtype=torch.bfloat16, device="cuda", block_size=256, compile_layers=compile_layers
+    )
     assert model.attention.can_record
     outputs = []
     for graphs in (False, True):

@@ -11,7 +11,14 @@ from decoder_svc.kv_cache import KVCache
 from decoder_svc.model import kernels as module
 from decoder_svc.model import linear
 from decoder_svc.model.amx import amx_library
-from decoder_svc.model.kernels import FusedKernels, Heads, NativeKernels, TorchKernels, compiled_library, select_kernels
+from decoder_svc.model.kernels import (
+    Heads,
+    NativeKernels,
+    TorchCompiledKernels,
+    TorchKernels,
+    compiled_library,
+    select_kernels,
+)
 from decoder_svc.model.linear import Linear
 
 LIBRARY = compiled_library()
@@ -158,15 +165,15 @@ def test_packing_drops_the_plain_weight() -> None:
 
 
 def test_torch_compile_is_refused_on_cpu_with_a_reason() -> None:
-    assert select_kernels("cuda", fuse=True).name == "torch.compile"
-    with pytest.raises(ConfigError, match="--torch-compile is for CUDA"):
-        select_kernels("cpu", fuse=True)
+    assert select_kernels("cuda", compile_layers=True).name == "torch.compile"
+    with pytest.raises(ConfigError, match="--compile-layers is for CUDA"):
+        select_kernels("cpu", compile_layers=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_forms_agree_and_are_compiled_once_for_any_number_of_tokens(dtype: torch.dtype) -> None:
     """Traced as for a GPU and run by torch's own operators: what a compiler makes of the trace is not ours."""
-    fused, plain = FusedKernels(backend="aot_eager"), TorchKernels()
+    fused, plain = TorchCompiledKernels(backend="aot_eager"), TorchKernels()
     heads = Heads(4, 2, 16, torch.rand(16).to(dtype), torch.rand(16).to(dtype), 1e-6)
     weight = torch.rand(32).to(dtype)
 
