@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.redis_connect import connect_redis
 from deploy.local import free_port
 from tests.common.test_embedding_cache import embedding, expected
+from tests.common.test_redis_read import ANONYMOUS, without_certificates
 
 
 @contextlib.asynccontextmanager
@@ -81,6 +82,44 @@ async def test_a_sentinel_names_the_server(tmp_path: Path) -> None:
         cache = EmbeddingCache.connect(f"redis+sentinel://127.0.0.1:{port}/main", ttl_s=1000, wait_s=1.0)
         await assert_serves(cache)
         await cache.close()
+
+
+@contextlib.asynccontextmanager
+async def tls_before(port: int) -> AsyncIterator[int]:
+    """The port of TLS in front of a server's."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, inner_writer), carry(inner_reader, writer), return_exceptions=True)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=without_certificates())
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_a_password_and_tls_are_used_as_the_url_says(tmp_path: Path) -> None:
+    port = free_port()
+    options = ("--save", "", "--dir", str(tmp_path))
+    anonymous = f"ssl_cert_reqs=none&ssl_ciphers={ANONYMOUS}"
+    async with server_on(port, *options) as client, tls_before(port) as tls_port:
+        await client.config_set("requirepass", "p@ss")
+        cache = EmbeddingCache.connect(f"rediss://:p%40ss@127.0.0.1:{tls_port}?{anonymous}", ttl_s=1000, wait_s=1.0)
+        await assert_serves(cache)
+        await cache.close()
+        for url in (f"rediss://:wrong@127.0.0.1:{tls_port}?{anonymous}", f"rediss://:p%40ss@127.0.0.1:{tls_port}"):
+            refused = EmbeddingCache.connect(url, ttl_s=1000, wait_s=1.0)  # a wrong password, and nobody's certificate
+            header, payload = embedding("a")
+            assert not await refused.put(header, memoryview(payload))
+            assert await refused.get(expected(header)) is None
+            await refused.close()
 
 
 @pytest.mark.parametrize(
