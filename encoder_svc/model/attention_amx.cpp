@@ -5,13 +5,11 @@
 // Python and no torch: pointers, sizes and strides only, all checked by the caller. Scores, sums and results are
 // accumulated in float32; what multiplies the values is rounded to bfloat16. NaN stays NaN.
 
-#include "../../common/amx.h"
+#include "amx_vectors.h"
 
 #ifdef TANDEM_AMX
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <new>
 
@@ -77,11 +75,6 @@ AMX inline void transpose(__m512i (&rows)[16]) {
         rows[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
         rows[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
     }
-}
-
-// The lowest `count` bits, of 0 to 32.
-AMX inline __mmask32 lowest(int64_t count) {
-    return count >= 32 ? ~__mmask32{0} : count <= 0 ? 0 : (__mmask32{1} << count) - 1;
 }
 
 // Keys as the left-hand side of scores: their rows, with zeros where the head or the segment ends.
@@ -175,20 +168,6 @@ AMX inline void multiply_values(Block &b, const bf16 *values, int64_t count, int
         }
         store_accumulators(b.sums + start * kQueries);
     }
-}
-
-// 2^x for x up to 100, to 8e-5 of it, which rounding to bfloat16 exceeds; below -126 as good as 0; NaN stays.
-AMX inline __m512 power_of_two(__m512 x) {
-    const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: the sum's last bits are x, rounded
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);     // the second operand is taken when one is NaN
-    const __m512 shifted = _mm512_add_ps(x, magic);
-    const __m512 rest = _mm512_sub_ps(x, _mm512_sub_ps(shifted, magic));
-    __m512 p = _mm512_set1_ps(5.517166493e-2f);
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.426111219e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.932609862e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.999280736e-1f));
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent));
 }
 
 // Keeps weights within bounds: `relative_to` follows the largest score, and what was summed up is scaled to it.
@@ -305,8 +284,6 @@ AMX bool attend_part(const Segment &s, int64_t first, int64_t end) {
 
 extern "C" {
 
-int tandem_amx_is_there() { return amx_is_there(); }
-
 // Attention of all segments and heads. `stride` and `head_stride` are of q, k and v alike; `out` is [P, heads, head_dim].
 // 0 when all is well, 1 when there was no memory.
 int tandem_attend_segments(const void *q, const void *k, const void *v, void *out, int64_t stride, int64_t head_stride,
@@ -338,9 +315,5 @@ int tandem_attend_segments(const void *q, const void *k, const void *v, void *ou
     return failed;
 }
 }
-
-#else
-
-extern "C" int tandem_amx_is_there() { return 0; }
 
 #endif

@@ -1,22 +1,19 @@
 """Attention by the compiled kernel of `attention_amx.cpp`: bfloat16 on processors with AMX.
 
-Owns the calls through ctypes and the check that the kernel may run here. The library is optional: it is built at
-installation where there is a compiler. Knows nothing of images. Runs in the compute thread. Legend: `P` packed patches.
+Owns the calls through ctypes. The library is optional (`amx.py`). Knows nothing of images. Runs in the compute thread.
+Legend: `P` packed patches.
 """
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.compiled_library import find_compiled_library
 from common.errors import ModelFailure
+from encoder_svc.model.amx import amx_library
 
 MAX_HEAD_DIM = 128  # what `attention_amx.cpp` has room for
-
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class AmxAttention:
@@ -26,8 +23,6 @@ class AmxAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.tandem_attend_segments
-        self._attend.argtypes = [*[_POINTER] * 4, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _INT, _INT]
-        self._attend.argtypes += [ctypes.c_float, _INT]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
         num_patches, heads, head_dim = q.shape
@@ -63,8 +58,5 @@ def takes(head_dim: int) -> bool:
 
 def try_amx_attention() -> AmxAttention | None:
     """The kernel, where it was built and the processor and the system let it run."""
-    path = find_compiled_library(Path(__file__).parent, "_attention_amx")
-    if path is None:
-        return None
-    library = ctypes.CDLL(str(path))
-    return AmxAttention(library) if library.tandem_amx_is_there() else None
+    library = amx_library()
+    return None if library is None else AmxAttention(library)

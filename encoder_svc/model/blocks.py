@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from common.errors import CheckpointError
+from encoder_svc.model import block_native
+from encoder_svc.model.amx import amx_library
 from encoder_svc.model.attention import AttentionBackend
+from encoder_svc.model.block_native import AmxBlock, BlockLayers
 from encoder_svc.model.kernels import ACTIVATIONS, Activation, Linear, row_tiles
 
 # Fixed in the architecture, absent from the configuration.
@@ -98,6 +101,23 @@ class VisionBlock(nn.Module):
         # What treats each row alone is compiled as a function of the block, so that all blocks share its graph.
         self.enter: Callable[..., None] = enter_block
         self.leave: Callable[..., None] = leave_block
+        self._is_compilable = block_native.takes(config.hidden_size, self.attn.head_dim, config.hidden_act)
+        self._compiled: AmxBlock | None = None
+
+    def pack(self) -> None:
+        """Lay the weights out for the processor: for our compiled kernels where they run, else layer by layer."""
+        linears = (self.attn.qkv, self.attn.proj, self.mlp.linear_fc1, self.mlp.linear_fc2)
+        weight, library = linears[0].weight, amx_library()
+        if weight is None:
+            return  # it is packed
+        fits = self._is_compilable and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        if fits and library is not None:
+            qkv, proj, fc1, fc2 = linears
+            layers = BlockLayers(self.norm1, qkv, proj, self.norm2, fc1, fc2)
+            self._compiled = AmxBlock(library, layers, self.attn.num_heads)
+        else:
+            for linear in linears:
+                linear.pack()
 
     def forward(
         self,
@@ -109,6 +129,12 @@ class VisionBlock(nn.Module):
     ) -> None:
         """Add the block's two parts to `hidden` [P, C], in place; cos and sin are [P, 1, 1, head_dim/2] float32."""
         cos, sin = rotary
+        if self._compiled is not None:
+            qkv = self.attn.empty_qkv(hidden)
+            self._compiled.project(hidden, cos, sin, qkv)
+            q, k, v = qkv.unbind(1)
+            self._compiled.finish(attention.attend(q, k, v, cu_seqlens, lengths), hidden)
+            return
         tiles = list(row_tiles(len(hidden), self._widest * hidden.element_size(), hidden.device))
         qkv = self.attn.empty_qkv(hidden)
         for rows in tiles:
@@ -144,6 +170,11 @@ class PatchMerger(nn.Module):
         self.linear_fc1 = Linear(self.joined_size, self.joined_size, ACTIVATIONS["gelu"])
         self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size)
         self.merge: Callable[..., Tensor] = merge_rows
+
+    def pack(self) -> None:
+        """Lay the weights out for the processor."""
+        self.linear_fc1.pack()
+        self.linear_fc2.pack()
 
     def forward(self, hidden: Tensor, out: Tensor) -> None:
         """[P, C] -> `out` [P / m**2, out_hidden], written; the GELU between the two layers is the exact one."""

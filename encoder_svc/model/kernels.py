@@ -41,12 +41,15 @@ def row_tiles(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[s
 
     A GPU takes all rows at once.
     """
-    step = num_rows
-    if device.type == "cpu":
-        fitting = CACHE_BYTES_PER_THREAD // row_bytes // MIN_TILE_ROWS * MIN_TILE_ROWS
-        step = min(max(fitting, MIN_TILE_ROWS), MAX_TILE_ROWS) * torch.get_num_threads()
+    step = rows_per_tile(row_bytes) * torch.get_num_threads() if device.type == "cpu" else num_rows
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
+
+
+def rows_per_tile(row_bytes: int) -> int:
+    """How many rows of `row_bytes` each one core's cache holds, within limits."""
+    fitting = CACHE_BYTES_PER_THREAD // row_bytes // MIN_TILE_ROWS * MIN_TILE_ROWS
+    return min(max(fitting, MIN_TILE_ROWS), MAX_TILE_ROWS)
 
 
 class Linear(nn.Module):
@@ -68,6 +71,12 @@ class Linear(nn.Module):
         if self.weight is not None and self.weight.device.type == "cpu" and has_fused_linear(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().contiguous())
             self.weight = None
+
+    def take_weights(self) -> tuple[Tensor, Tensor]:
+        """Weight [out, in] and bias [out], for another layout; the layer is of no use any more."""
+        assert self.weight is not None, "it was packed or taken"
+        weight, self.weight = self.weight.detach(), None
+        return weight, self.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]; packed, it rounds once, after the activation, where the two steps round twice."""

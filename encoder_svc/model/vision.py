@@ -15,7 +15,6 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from common.errors import CheckpointError, InvalidRequest
 from encoder_svc.model.attention import AttentionBackend, SdpaAttention
 from encoder_svc.model.blocks import PatchMerger, VisionBlock
-from encoder_svc.model.kernels import Linear
 from encoder_svc.model.patch_embed import PatchEmbed
 from encoder_svc.model.position import FrameTableCache, Grid
 
@@ -49,7 +48,7 @@ class VisionTower(nn.Module):
     def pack(self) -> "VisionTower":
         """Lay the weights out for the processor; the tower. Once, when they are there."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, VisionBlock | PatchMerger):
                 module.pack()
         return self
 

@@ -40,7 +40,7 @@ PACKAGES = {
     "deploy": "Autoscaler",
 }
 # Compiled code that is called through ctypes: no modules of Python's.
-COMPILED = ("decoder_svc.model._kernels", "encoder_svc.model._attention_amx")
+COMPILED = ("decoder_svc.model._kernels", "encoder_svc.model._amx")
 # Defaults that depend on the machine, in words.
 DEFAULTS_IN_WORDS = {"model": "the demo model", "data_dir": "`.tandem`"}
 
