@@ -17,7 +17,7 @@ MAX_HEAD_DIM = 128  # what `attention_amx.cpp` has room for
 
 
 class AmxAttention:
-    """Tiles of scores that stay in cache, softmax in float32; as exact as SDPA, in half of its time."""
+    """Tiles of scores that stay in cache: a mean error 1.6 times that of SDPA, in half of its time."""
 
     name = "amx"
 

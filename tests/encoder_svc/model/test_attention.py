@@ -102,6 +102,35 @@ def test_compiled_kernel_keeps_large_scores_apart_and_hides_no_nan() -> None:
     assert not got[:, 0].isnan().any()
 
 
+@needs_amx
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_compiled_kernel_answers_nan_for_a_query_or_value_that_is_none(value: float) -> None:
+    assert AMX is not None
+    q, k, v = qkv([90, 50], head_dim=64, dtype=torch.bfloat16)
+    q[70, 0, 33] = value
+    got = attend(AMX, q, k, v, [90, 50])
+    assert got[70, 0].isnan().all()
+    assert got.isnan().sum() == 64
+    v[100, 1, 5] = torch.nan
+    got = attend(AMX, q, k, v, [90, 50])
+    assert got[90:, 1, 5].isnan().all()
+    assert got.isnan().sum() == 64 + 50
+
+
+@needs_amx
+@pytest.mark.parametrize("gap", [1.0, 6.0, 20.0, 60.0, 1e4])
+def test_compiled_kernel_follows_scores_that_rise_or_fall_by_any_gap(gap: float) -> None:
+    assert AMX is not None
+    q, k, v = qkv([256], head_dim=64, dtype=torch.bfloat16)
+    ramp = torch.linspace(0, gap, 256)
+    for order in (ramp, ramp.flip(0)):
+        k[:, :, 0] = order[:, None]
+        q[:, :, 0] = 8.0
+        expected = attend_one_by_one(q.double(), k.double(), v.double(), [256])
+        got = attend(AMX, q, k, v, [256]).double()
+        assert ((got - expected).abs() <= 2**-7 * expected.abs() + 1e-2).all()
+
+
 @pytest.mark.parametrize(("tiled_s", "name"), [(0.5, "tiled"), (0.95, "sdpa"), (2.0, "sdpa")])
 def test_bfloat16_on_a_cpu_takes_the_tiled_kernel_only_where_it_is_clearly_faster(
     monkeypatch: pytest.MonkeyPatch, tiled_s: float, name: str
