@@ -171,10 +171,15 @@ class BatchLoop:
         return min(self._limits.max_slice_patches, rate * self._limits.max_slice_s)
 
     async def _wait_for_more(self) -> None:
-        """Give items that are being prepared a moment to join, never more than the batch itself will take."""
-        rate = self._runner.patches_per_s
-        expected_s = self._batcher.waiting_patches / rate if rate else self._limits.max_wait_s
-        deadline = time.monotonic() + min(self._limits.max_wait_s, expected_s)
+        """Give items that are being prepared a moment to join, never more than the batch itself will take.
+
+        A batch that will take as long as the longest wait gains nothing by more items: they are prepared as it runs.
+        """
+        rate, longest_s = self._runner.patches_per_s, self._limits.max_wait_s
+        expected_s = self._batcher.waiting_patches / rate if rate else 0.0
+        if expected_s >= longest_s:
+            return
+        deadline = time.monotonic() + (expected_s if rate else longest_s)
         while self._num_coming and not self._batcher.is_full and (left_s := deadline - time.monotonic()) > 0:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):

@@ -66,8 +66,8 @@ class EncoderSettings(CommonSettings):
     a frame."""
 
     max_batch_wait_s: float = 0.05
-    """Seconds that a batch which is not full waits for images that are being prepared at that moment; when there are
-    none it does not wait."""
+    """Seconds that a batch which is not full waits for images that are being prepared at that moment. It does not wait
+    when there are none, and no longer than it will take itself; one that will take this long begins at once."""
 
     max_queued_patches: int = 1_048_576
     """Patches admitted and not yet encoded, above which requests are refused as overloaded."""

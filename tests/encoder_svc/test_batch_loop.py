@@ -92,6 +92,14 @@ async def test_the_wait_is_no_longer_than_the_batch_itself_will_take() -> None:
         assert tower.forwards == [[(1, 1)]]
 
 
+async def test_a_batch_that_takes_as_long_as_the_longest_wait_begins_at_once() -> None:
+    tower = Tower(patches_per_s=16 / 30.0)
+    async with running(tower, max_wait_s=30.0) as loop, asyncio.timeout(5):
+        with loop.expecting():
+            await loop.embed(item(1))
+        assert tower.forwards == [[(1, 1)]]
+
+
 async def test_images_run_between_the_slices_of_a_long_video() -> None:
     tower = Tower(turns=asyncio.Semaphore(0))
     async with running(tower) as loop, asyncio.timeout(5):
