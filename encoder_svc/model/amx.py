@@ -14,6 +14,7 @@ _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _SIGNATURES = {
     "tandem_attend_segments": [*[_POINTER] * 4, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _INT, _INT, _FLOAT, _INT],
     "tandem_project_qkv": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 5, *[_SIZE] * 4, _INT],
+    "tandem_merge": [*[_POINTER] * 3, _FLOAT, _SIZE, *[_POINTER] * 5, *[_SIZE] * 5, _INT],
     "tandem_finish_block": [*[_POINTER] * 6, _FLOAT, *[_POINTER] * 4, *[_SIZE] * 4, _INT],
 }
 

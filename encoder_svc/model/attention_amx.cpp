@@ -81,7 +81,8 @@ AMX inline __mmask32 unsound(__m512i numbers) {
     return _mm512_cmpge_epu16_mask(bits, _mm512_set1_epi16(static_cast<int16_t>(kUnsound)));
 }
 
-// Keys as the left-hand side of scores: their rows, with zeros where the head or the segment ends. Whether all are sound.
+// Keys as the left-hand side of scores: their rows, with zeros where the head or the segment ends. Whether all are
+// sound.
 AMX bool pack_keys(const Segment &s, bf16 *packed, int64_t padded_keys, int padded_dim) {
     __mmask32 found = 0;
     for (int64_t key = 0; key < padded_keys; ++key)
@@ -113,8 +114,8 @@ AMX void pack_values(const Segment &s, bf16 *packed, int64_t padded_keys, int pa
         }
 }
 
-// Queries [first, first + rows) as the right-hand side of scores: tiles of 16 queries, whose rows are pairs of numbers. The
-// total of a query that is not sound begins as NaN.
+// Queries [first, first + rows) as the right-hand side of scores: tiles of 16 queries, whose rows are pairs of numbers.
+// The total of a query that is not sound begins as NaN.
 AMX void pack_queries(const Segment &s, Block &b, int64_t first, int64_t rows, int padded_dim) {
     bf16 *packed = b.queries;
     for (int64_t tile = 0; tile < kQueries; tile += kTile)
@@ -208,9 +209,9 @@ AMX inline void follow_largest(Block &b, const float *scores, int64_t count, int
 // Scores of 32 keys to weights, in tiles whose rows are pairs of keys: powers of two of what a score exceeds
 // `relative_to` by, in numbers of 16 bits, two keys of a query side by side, since bfloat16 holds no more.
 //
-// An exponent in fixed point is nearly the power's bfloat16 number by its bits: for a fraction f they say 1 + f where 2^f
-// is meant. A polynomial in t = 2f - 1 makes up for it, with the rms error of rounding to bfloat16, 0.17 %. Exponents
-// below -32 count as -32.
+// An exponent in fixed point is nearly the power's bfloat16 number by its bits: for a fraction f they say 1 + f where
+// 2^f is meant. A polynomial in t = 2f - 1 makes up for it, with the rms error of rounding to bfloat16, 0.17 %.
+// Exponents below -32 count as -32.
 AMX inline void weigh(Block &b, const float *scores, bf16 *weights, float scale) {
     constexpr float kUnit = 1024.0f, kUpper = 65536.0f;  // of an exponent; of what stands in the upper half of 32 bits
     constexpr float kMagic = 12582912.0f;                // 1.5 * 2^23: a sum's lower half is the number added, rounded
@@ -298,7 +299,8 @@ AMX void attend_queries(const Segment &s, int64_t first, int64_t end, Block &b, 
     }
 }
 
-// What one thread needs: keys and values of one head and segment in tiles, which cross no line of the cache, and a block.
+// What one thread needs: keys and values of one head and segment in tiles, which cross no line of the cache, and a
+// block.
 struct Memory {
     std::unique_ptr<bf16[], decltype(&free)> packed;
     std::unique_ptr<Block> block;
@@ -326,8 +328,8 @@ AMX void release_tiles() { _tile_release(); }
 
 extern "C" {
 
-// Attention of all segments and heads. `stride` and `head_stride` are of q, k and v alike; `out` is [P, heads, head_dim].
-// 0 when all is well, 1 when there was no memory.
+// Attention of all segments and heads. `stride` and `head_stride` are of q, k and v alike; `out` is [P, heads,
+// head_dim]. 0 when all is well, 1 when there was no memory.
 int tandem_attend_segments(const void *q, const void *k, const void *v, void *out, int64_t stride, int64_t head_stride,
                            const int64_t *starts, const int64_t *lengths, int64_t num_segments, int heads, int head_dim,
                            float scale, int threads) {

@@ -1,8 +1,9 @@
-"""A block's layers around its attention by the compiled kernels of `block_amx.cpp`: bfloat16 on processors with AMX.
+"""The tower's layers that treat rows alone by the compiled kernels of `block_amx.cpp`: bfloat16 on processors with AMX.
 
 Owns the layout of the weights and the calls through ctypes. A thread takes some rows through all layers on one side of
-the attention, so that nothing between them leaves its core's cache. The library is optional (`amx.py`). Knows nothing
-of images. Runs in the compute thread. Legend: `P` packed patches, `C` width of the tower, `I` inner width of the MLP.
+a block's attention, or of a merger, so that nothing between them leaves its core's cache. The library is optional
+(`amx.py`). Knows nothing of images. Runs in the compute thread. Legend: `P` packed patches, `C` width of the tower, `J`
+width of the m*m patches that a merger joins.
 """
 
 import ctypes
@@ -114,6 +115,48 @@ class AmxBlock:
         _check_memory(failed, num_patches)
 
 
+class AmxMerger:
+    """A merger's norm and MLP, whose GELU is the exact one."""
+
+    def __init__(self, library: ctypes.CDLL, norm: nn.LayerNorm, fc1: Linear, fc2: Linear) -> None:
+        self._library = library
+        self._eps = norm.eps
+        self._norm = _norm_of(norm)
+        self._fc1, self._fc2 = _Layer.of(fc1), _Layer.of(fc2)
+
+    def merge(self, joined: Tensor, out: Tensor) -> None:
+        """[R, J] bfloat16 -> `out` [R, out_hidden], written; its rows may lie apart."""
+        num_rows, width = _checked(joined)
+        assert width == len(self._fc1.bias)
+        assert out.shape == (num_rows, len(self._fc2.bias))
+        assert out.dtype == joined.dtype
+        assert out.stride(1) == 1
+        failed = self._library.tandem_merge(
+            joined.data_ptr(),
+            self._norm.weight.data_ptr(),
+            self._norm.bias.data_ptr(),
+            self._eps,
+            len(self._norm.bias),
+            self._fc1.weight.data_ptr(),
+            self._fc1.bias.data_ptr(),
+            self._fc2.weight.data_ptr(),
+            self._fc2.bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            num_rows,
+            width,
+            out.shape[1],
+            _rows_at_once(num_rows, 2 * width),
+            torch.get_num_threads(),
+        )
+        _check_memory(failed, num_rows)
+
+
+def merges(width: int, out_width: int) -> bool:
+    """Whether the kernel computes mergers for a tower and a text model of such widths."""
+    return width % TILE == 0 and out_width % TILE == 0
+
+
 def takes(width: int, head_dim: int, hidden_act: str) -> bool:
     """Whether the kernels compute blocks of such sizes and activation."""
     return width % TILE == 0 and head_dim % 2 == 0 and hidden_act == ACTIVATION
@@ -138,12 +181,12 @@ def _checked(hidden: Tensor) -> tuple[int, int]:
     return num_patches, width
 
 
-def _rows_at_once(num_patches: int, columns: int) -> int:
+def _rows_at_once(num_rows: int, columns: int) -> int:
     """Rows that one thread takes: what its cache holds, fewer where there are too few for all threads."""
-    share = -(-num_patches // torch.get_num_threads())
+    share = -(-num_rows // torch.get_num_threads())
     return min(rows_per_tile(2 * columns), -(-share // TILE) * TILE)
 
 
-def _check_memory(failed: int, num_patches: int) -> None:
+def _check_memory(failed: int, num_rows: int) -> None:
     if failed:
-        raise ModelFailure(f"there is no memory for a block of {num_patches} patches: allow less a batch")
+        raise ModelFailure(f"there is no memory for the layers of {num_rows} rows: allow fewer patches a batch")

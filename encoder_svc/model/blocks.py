@@ -5,6 +5,7 @@ over tiles of rows, whose intermediates stay in a CPU's cache. Knows nothing of 
 arguments. Runs in the compute thread. Legend: `P` packed patches, `C` hidden size, `R` rows of one tile.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from common.errors import CheckpointError
 from encoder_svc.model import block_native
 from encoder_svc.model.amx import amx_library
 from encoder_svc.model.attention import AttentionBackend
-from encoder_svc.model.block_native import AmxBlock, BlockLayers
+from encoder_svc.model.block_native import AmxBlock, AmxMerger, BlockLayers
 from encoder_svc.model.kernels import ACTIVATIONS, Activation, Linear, row_tiles
 
 # Fixed in the architecture, absent from the configuration.
@@ -29,6 +30,14 @@ def activation(name: str) -> Activation:
             f"hidden_act {name!r} of the vision tower is not supported; known are {sorted(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
+
+
+def _library_for(linear: Linear) -> ctypes.CDLL | None:
+    """Our compiled kernels, where they run on the device and dtype of the layer, whose weight is still its own."""
+    weight = linear.weight
+    if weight is None or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return None
+    return amx_library()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
@@ -101,20 +110,17 @@ class VisionBlock(nn.Module):
         # What treats each row alone is compiled as a function of the block, so that all blocks share its graph.
         self.enter: Callable[..., None] = enter_block
         self.leave: Callable[..., None] = leave_block
-        self._is_compilable = block_native.takes(config.hidden_size, self.attn.head_dim, config.hidden_act)
-        self._compiled: AmxBlock | None = None
+        self._has_kernel = block_native.takes(config.hidden_size, self.attn.head_dim, config.hidden_act)
+        self._native: AmxBlock | None = None
 
     def pack(self) -> None:
         """Lay the weights out for the processor: for our compiled kernels where they run, else layer by layer."""
         linears = (self.attn.qkv, self.attn.proj, self.mlp.linear_fc1, self.mlp.linear_fc2)
-        weight, library = linears[0].weight, amx_library()
-        if weight is None:
-            return  # it is packed
-        fits = self._is_compilable and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        if fits and library is not None:
+        library = _library_for(linears[0]) if self._has_kernel else None
+        if library is not None:
             qkv, proj, fc1, fc2 = linears
             layers = BlockLayers(self.norm1, qkv, proj, self.norm2, fc1, fc2)
-            self._compiled = AmxBlock(library, layers, self.attn.num_heads)
+            self._native = AmxBlock(library, layers, self.attn.num_heads)
         else:
             for linear in linears:
                 linear.pack()
@@ -129,11 +135,11 @@ class VisionBlock(nn.Module):
     ) -> None:
         """Add the block's two parts to `hidden` [P, C], in place; cos and sin are [P, 1, 1, head_dim/2] float32."""
         cos, sin = rotary
-        if self._compiled is not None:
+        if self._native is not None:
             qkv = self.attn.empty_qkv(hidden)
-            self._compiled.project(hidden, cos, sin, qkv)
+            self._native.project(hidden, cos, sin, qkv)
             q, k, v = qkv.unbind(1)
-            self._compiled.finish(attention.attend(q, k, v, cu_seqlens, lengths), hidden)
+            self._native.finish(attention.attend(q, k, v, cu_seqlens, lengths), hidden)
             return
         tiles = list(row_tiles(len(hidden), self._widest * hidden.element_size(), hidden.device))
         qkv = self.attn.empty_qkv(hidden)
@@ -170,15 +176,24 @@ class PatchMerger(nn.Module):
         self.linear_fc1 = Linear(self.joined_size, self.joined_size, ACTIVATIONS["gelu"])
         self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size)
         self.merge: Callable[..., Tensor] = merge_rows
+        self._has_kernel = block_native.merges(config.hidden_size, config.out_hidden_size)
+        self._native: AmxMerger | None = None
 
     def pack(self) -> None:
-        """Lay the weights out for the processor."""
-        self.linear_fc1.pack()
-        self.linear_fc2.pack()
+        """Lay the weights out for the processor, as a block does."""
+        library = _library_for(self.linear_fc1) if self._has_kernel else None
+        if library is not None:
+            self._native = AmxMerger(library, self.norm, self.linear_fc1, self.linear_fc2)
+        else:
+            self.linear_fc1.pack()
+            self.linear_fc2.pack()
 
     def forward(self, hidden: Tensor, out: Tensor) -> None:
         """[P, C] -> `out` [P / m**2, out_hidden], written; the GELU between the two layers is the exact one."""
         joined = hidden.view(-1, self.joined_size)
+        if self._native is not None:
+            self._native.merge(joined, out)
+            return
         for rows in row_tiles(len(joined), self.joined_size * hidden.element_size(), hidden.device):
             out[rows] = self.merge(self, joined[rows])
 

@@ -1,17 +1,21 @@
 """A block by the compiled kernels means what its layers mean, at every remainder of tiles, and rows stay apart."""
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import pytest
 import torch
+from torch import nn
 
 from encoder_svc.model import blocks
 from encoder_svc.model.amx import amx_library
 from encoder_svc.model.attention import SdpaAttention
-from encoder_svc.model.blocks import VisionBlock
+from encoder_svc.model.blocks import PatchMerger, VisionBlock
 from tests.tiny_models import tiny_config
 
 needs_amx = pytest.mark.skipif(amx_library() is None, reason="no AMX here, or no compiled kernel")
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # Published towers have heads of 64 and 72, and inner widths that 32 does not divide.
 SHAPES = [(128, 2, 256), (288, 4, 304), (32, 2, 16)]
@@ -20,13 +24,23 @@ SHAPES = [(128, 2, 256), (288, 4, 304), (32, 2, 16)]
 def block(width: int, heads: int, inner: int) -> VisionBlock:
     """A block in bfloat16, not packed."""
     sizes = {"hidden_size": width, "num_heads": heads, "intermediate_size": inner}
-    built = VisionBlock(tiny_config(vision=sizes).vision_config).requires_grad_(False)
+    return filled(VisionBlock(tiny_config(vision=sizes).vision_config))
+
+
+def merger(width: int, *, has_joined_norm: bool) -> PatchMerger:
+    """A merger of 2 x 2 patches in bfloat16, not packed."""
+    config = tiny_config(vision={"hidden_size": width, "num_heads": 1, "out_hidden_size": 64})
+    return filled(PatchMerger(config.vision_config, has_joined_norm=has_joined_norm))
+
+
+def filled(module: Module) -> Module:
+    """With weights of a trained model's size, in bfloat16."""
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in built.named_parameters():
-        parameter.normal_(std=0.7 / width**0.5 if parameter.dim() == 2 else 0.1, generator=generator)
+    for name, parameter in module.requires_grad_(False).named_parameters():
+        parameter.normal_(std=0.7 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 0.1, generator=generator)
         if "norm" in name and name.endswith("weight"):
             parameter.add_(1.0)
-    return built.bfloat16()
+    return module.bfloat16()
 
 
 def run(subject: VisionBlock, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -104,6 +118,27 @@ def test_activations_far_from_zero_are_those_of_the_layers() -> None:
     assert (run(compiled, hidden, [64]).double() - expected).abs().max() <= 2**-6 * expected.abs().max()
 
 
+@needs_amx
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("has_joined_norm", [False, True])
+@pytest.mark.parametrize("num_patches", [4, 4 * 301])
+@torch.inference_mode()
+def test_compiled_merger_is_as_near_to_float64_as_its_layers_are(has_joined_norm: bool, num_patches: int) -> None:
+    plain, compiled = (merger(96, has_joined_norm=has_joined_norm) for _ in range(2))
+    compiled.pack()
+    assert compiled.linear_fc1.weight is None
+    hidden = 3 * rows(num_patches, 96)
+    of_layers, payload = torch.empty(num_patches // 4, 64).bfloat16(), torch.zeros(num_patches // 4, 128).bfloat16()
+    exact = torch.empty(num_patches // 4, 64, dtype=torch.float64)
+    plain(hidden, of_layers)
+    compiled(hidden, payload[:, 64:])
+    plain.double()(hidden.double(), exact)
+    assert not payload[:, :64].any()
+    ours, theirs = ((x.double() - exact).abs() for x in (payload[:, 64:], of_layers))
+    assert ours.mean() <= 1.1 * theirs.mean()
+    assert ours.max() <= 2 * theirs.max()
+
+
 @pytest.mark.parametrize(
     ("vision", "dtype"),
     [({"hidden_act": "silu"}, torch.bfloat16), ({"hidden_size": 48}, torch.bfloat16), ({}, torch.float32)],
@@ -112,7 +147,7 @@ def test_activations_far_from_zero_are_those_of_the_layers() -> None:
 def test_other_sizes_activations_and_dtypes_go_layer_by_layer(vision: dict[str, object], dtype: torch.dtype) -> None:
     subject = VisionBlock(tiny_config(vision=vision).vision_config).to(dtype)
     subject.pack()
-    assert subject._compiled is None
+    assert subject._native is None
 
 
 @torch.inference_mode()
@@ -120,6 +155,6 @@ def test_without_the_library_a_block_goes_layer_by_layer(monkeypatch: pytest.Mon
     monkeypatch.setattr(blocks, "amx_library", lambda: None)
     subject, plain = block(128, 2, 256), block(128, 2, 256)
     subject.pack()
-    assert subject._compiled is None
+    assert subject._native is None
     expected = run(plain, rows(40, 128), [40]).float()
     assert (run(subject, rows(40, 128), [40]).float() - expected).abs().max() <= 2e-2 * expected.abs().max()
