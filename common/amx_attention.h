@@ -127,7 +127,7 @@ AMX inline void multiply_values(QueryBlock &b, const bf16 *values, int64_t count
     }
 }
 
-// 2^x for x up to 100, to 8e-5 of it, which rounding to bfloat16 exceeds; below -126 as good as 0; NaN stays.
+// 2^x for x up to 126, to 8e-5 of it, which rounding to bfloat16 exceeds; below -126 as good as 0; NaN stays.
 AMX inline __m512 rough_power_of_two(__m512 x) {
     const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: the sum's last bits are x, rounded
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);     // the second operand is taken when one is NaN

@@ -3,18 +3,13 @@
 
 #pragma once
 
-#include "../../common/amx.h"
+#include "../../common/amx_attention.h"
 
 #ifdef TANDEM_AMX
 #include <algorithm>
 #include <cstring>
 
 namespace tandem {
-
-// The lowest `count` bits, of 0 to 32.
-AMX inline __mmask32 lowest(int64_t count) {
-    return count >= 32 ? ~__mmask32{0} : count <= 0 ? 0 : (__mmask32{1} << count) - 1;
-}
 
 AMX inline __m512 widen(__m256i numbers) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
@@ -34,27 +29,13 @@ AMX inline void store_bf16(bf16 *out, __m512 low, __m512 high) {
     _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
-// 2^x for x up to 126, to 8e-5 of it, which rounding to bfloat16 exceeds; below -126 as good as 0; NaN stays.
-AMX inline __m512 power_of_two(__m512 x) {
-    const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: the sum's last bits are x, rounded
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);     // the second operand is taken when one is NaN
-    const __m512 shifted = _mm512_add_ps(x, magic);
-    const __m512 rest = _mm512_sub_ps(x, _mm512_sub_ps(shifted, magic));
-    __m512 p = _mm512_set1_ps(5.517166493e-2f);
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.426111219e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.932609862e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.999280736e-1f));
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent));
-}
-
 // GELU in its tanh form, which is x / (1 + e^-2y) with y = sqrt(2 / pi) (x + 0.044715 x^3); NaN stays.
 AMX inline __m512 gelu_tanh(__m512 x) {
     constexpr float kScale = -2 * 1.44269504f * 0.79788456f;
     const __m512 cubic = _mm512_set1_ps(kScale * 0.044715f);
     const __m512 inner = _mm512_fmadd_ps(_mm512_mul_ps(x, x), cubic, _mm512_set1_ps(kScale));
     const __m512 power = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps(x, inner));  // a NaN is taken
-    const __m512 below = _mm512_add_ps(power_of_two(power), _mm512_set1_ps(1.0f));
+    const __m512 below = _mm512_add_ps(rough_power_of_two(power), _mm512_set1_ps(1.0f));
     return _mm512_mul_ps(x, _mm512_rcp14_ps(below));
 }
 
@@ -69,7 +50,7 @@ AMX inline __m512 gelu_erf(__m512 x) {
     p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
     p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
     p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
-    const __m512 power = power_of_two(_mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-kHalfLog2)));
+    const __m512 power = rough_power_of_two(_mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-kHalfLog2)));
     const __m512 twice = _mm512_mul_ps(_mm512_mul_ps(_mm512_mul_ps(p, t), power), size);
     const __m512 missing = _mm512_mul_ps(twice, _mm512_set1_ps(0.5f));
     return _mm512_sub_ps(_mm512_max_ps(_mm512_setzero_ps(), x), missing);

@@ -18,11 +18,7 @@ using namespace tandem;
 
 namespace {
 
-constexpr int kQueries = 2 * kTile;  // at once
-constexpr int kKeys = 64;            // at once, so that all of a block stays in the first-level cache
-constexpr int kMaxHeadDim = 128;
 constexpr int kUnsound = (127 + 44) << 7;  // bits of 2^44
-constexpr float kMaxExcess = 8.0f;   // powers of two by which a score may exceed what weights are relative to
 
 // Where q, k and v of one head and one segment begin; the distance of two patches is `stride` numbers.
 struct Segment {
@@ -33,46 +29,12 @@ struct Segment {
     float scale;  // of the scores, for powers of two
 };
 
-// What one thread needs for one block of queries. Scores, weights and sums have one query a column.
-struct Block {
-    alignas(64) bf16 queries[kQueries * kMaxHeadDim];
-    alignas(64) float scores[2][kKeys * kQueries];
-    alignas(64) bf16 weights[kKeys * kQueries];
-    alignas(64) float sums[kMaxHeadDim * kQueries];
-    alignas(64) float relative_to[kQueries];
-    alignas(64) float total[kQueries];
-};
-
 int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 AMX void configure_tiles() {
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) config.set(tile, kTile, 64);
     config.load();
-}
-
-// Swaps rows and columns of 16 x 16 numbers of 32 bits.
-AMX inline void transpose(__m512i (&rows)[16]) {
-    __m512i pairs[16], fours[16];
-    for (int i = 0; i < 16; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; ++j) {
-            fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
-            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
-        }
-    for (int i = 0; i < 4; ++i) {
-        const __m512i a = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
-        const __m512i b = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88);
-        const __m512i c = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
-        const __m512i d = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd);
-        rows[i] = _mm512_shuffle_i32x4(a, b, 0x88);
-        rows[4 + i] = _mm512_shuffle_i32x4(c, d, 0x88);
-        rows[8 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        rows[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
-    }
 }
 
 // Which of 32 numbers are NaN or beyond 2^44.
@@ -116,7 +78,7 @@ AMX void pack_values(const Segment &s, bf16 *packed, int64_t padded_keys, int pa
 
 // Queries [first, first + rows) as the right-hand side of scores: tiles of 16 queries, whose rows are pairs of numbers.
 // The total of a query that is not sound begins as NaN.
-AMX void pack_queries(const Segment &s, Block &b, int64_t first, int64_t rows, int padded_dim) {
+AMX void pack_queries(const Segment &s, QueryBlock &b, int64_t first, int64_t rows, int padded_dim) {
     bf16 *packed = b.queries;
     for (int64_t tile = 0; tile < kQueries; tile += kTile)
         for (int start = 0; start < padded_dim; start += kDepth, packed += kTileNumbers) {
@@ -131,88 +93,13 @@ AMX void pack_queries(const Segment &s, Block &b, int64_t first, int64_t rows, i
         }
 }
 
-// Tiles 0 to 3 hold 32 rows of 32 queries.
-AMX inline void load_accumulators(const float *numbers) {
-    _tile_loadd(0, numbers, kQueries * 4);
-    _tile_loadd(1, numbers + kTile, kQueries * 4);
-    _tile_loadd(2, numbers + kTile * kQueries, kQueries * 4);
-    _tile_loadd(3, numbers + kTile * kQueries + kTile, kQueries * 4);
-}
-
-AMX inline void store_accumulators(float *numbers) {
-    _tile_stored(0, numbers, kQueries * 4);
-    _tile_stored(1, numbers + kTile, kQueries * 4);
-    _tile_stored(2, numbers + kTile * kQueries, kQueries * 4);
-    _tile_stored(3, numbers + kTile * kQueries + kTile, kQueries * 4);
-}
-
-// Adds rows [32, 32 numbers] . columns [32 numbers, 32 queries], each of two tiles; a tile's rows are `stride` apart.
-AMX inline void accumulate(const bf16 *upper, const bf16 *lower, int stride, const bf16 *left, const bf16 *right) {
-    _tile_loadd(4, upper, stride * 2);
-    _tile_loadd(5, lower, stride * 2);
-    _tile_loadd(6, left, 64);
-    _tile_loadd(7, right, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-}
-
-// scores[32 keys, 32 queries] = keys[32, dim] . queries[dim, 32]
-AMX inline void multiply_keys(const bf16 *queries, const bf16 *keys, int padded_dim, float *scores) {
-    const bf16 *lower = keys + kTile * padded_dim, *right = queries + kTile * padded_dim;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int i = 0; i < padded_dim; i += kDepth)
-        accumulate(keys + i, lower + i, padded_dim, queries + i * kTile, right + i * kTile);
-    store_accumulators(scores);
-}
-
-// sums[dim, 32 queries] += values[dim, count] . weights[count, 32]
-AMX inline void multiply_values(Block &b, const bf16 *values, int64_t count, int padded_dim) {
-    for (int start = 0; start < padded_dim; start += kDepth) {
-        load_accumulators(b.sums + start * kQueries);
-        for (int64_t first = 0; first < count; first += kDepth) {
-            const bf16 *upper = values + (first * padded_dim + start * kDepth), *left = b.weights + first * kTile;
-            accumulate(upper, upper + kTileNumbers, kDepth, left, left + kKeys * kTile);
-        }
-        store_accumulators(b.sums + start * kQueries);
-    }
-}
-
-// Keeps weights within bounds: `relative_to` follows the largest score, and what was summed up is scaled to it.
-AMX inline void follow_largest(Block &b, const float *scores, int64_t count, int padded_dim, float scale) {
-    for (int half = 0; half < kQueries; half += kTile) {
-        __m512 most = _mm512_load_ps(scores + half), other = _mm512_load_ps(scores + kQueries + half);
-        for (int64_t key = 2; key < count; key += 2) {
-            most = _mm512_max_ps(most, _mm512_load_ps(scores + key * kQueries + half));
-            other = _mm512_max_ps(other, _mm512_load_ps(scores + (key + 1) * kQueries + half));
-        }
-        most = _mm512_mul_ps(_mm512_max_ps(most, other), _mm512_set1_ps(scale));
-        const __m512 before = _mm512_load_ps(b.relative_to + half);
-        const __m512 bound = _mm512_add_ps(before, _mm512_set1_ps(kMaxExcess));
-        if (!_mm512_cmp_ps_mask(most, bound, _CMP_GT_OQ)) continue;
-        // A whole number, which both halves of `weigh` take exactly.
-        const __m512 after = _mm512_max_ps(_mm512_roundscale_ps(most, _MM_FROUND_TO_POS_INF), before);
-        const __m512 shrink = power_of_two(_mm512_sub_ps(before, after));
-        _mm512_store_ps(b.relative_to + half, after);
-        _mm512_store_ps(b.total + half, _mm512_mul_ps(_mm512_load_ps(b.total + half), shrink));
-        for (int i = 0; i < padded_dim; ++i) {
-            float *sums = b.sums + i * kQueries + half;
-            _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), shrink));
-        }
-    }
-}
-
 // Scores of 32 keys to weights, in tiles whose rows are pairs of keys: powers of two of what a score exceeds
 // `relative_to` by, in numbers of 16 bits, two keys of a query side by side, since bfloat16 holds no more.
 //
 // An exponent in fixed point is nearly the power's bfloat16 number by its bits: for a fraction f they say 1 + f where
 // 2^f is meant. A polynomial in t = 2f - 1 makes up for it, with the rms error of rounding to bfloat16, 0.17 %.
 // Exponents below -32 count as -32.
-AMX inline void weigh(Block &b, const float *scores, bf16 *weights, float scale) {
+AMX inline void weigh_two(QueryBlock &b, const float *scores, bf16 *weights, float scale) {
     constexpr float kUnit = 1024.0f, kUpper = 65536.0f;  // of an exponent; of what stands in the upper half of 32 bits
     constexpr float kMagic = 12582912.0f;                // 1.5 * 2^23: a sum's lower half is the number added, rounded
     constexpr int16_t kOne = 127 * 128 - 75;             // bits of 1; 600 / 8 are in the exponents, and not meant
@@ -249,39 +136,36 @@ AMX inline void weigh(Block &b, const float *scores, bf16 *weights, float scale)
     }
 }
 
-AMX void store_results(const Segment &s, const Block &b, int64_t first, int64_t rows, int padded_dim) {
+AMX void store_results(const Segment &s, const QueryBlock &b, int64_t first, int64_t rows, int padded_dim) {
     for (int half = 0; half < kQueries; half += kTile) {
-        const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(b.total + half));
         for (int start = 0; start < padded_dim; start += kTile) {
             __m512i lines[16];
-            for (int i = 0; i < kTile; ++i) {
-                const __m512 sums = _mm512_load_ps(b.sums + (start + i) * kQueries + half);
-                lines[i] = _mm512_castps_si512(_mm512_mul_ps(sums, inverse));
-            }
-            transpose(lines);
+            results(b, half, start, lines);
             const __mmask16 mask = lowest(s.head_dim - start);
-            for (int i = 0; i < kTile && half + i < rows; ++i) {
-                const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_castsi512_ps(lines[i]));
-                _mm256_mask_storeu_epi16(s.out + (first + half + i) * s.out_stride + start, mask, (__m256i)rounded);
-            }
+            for (int i = 0; i < kTile && half + i < rows; ++i)
+                store_bf16(mask, s.out + (first + half + i) * s.out_stride + start, _mm512_castsi512_ps(lines[i]));
         }
     }
 }
 
+// Scores of 32 keys, whose rows lie together.
+AMX inline void multiply_rows(const QueryBlock &b, const bf16 *keys, int dim, float *scores) {
+    multiply_keys(b.queries, keys, keys + kTile * dim, dim, scores);
+}
+
 // Queries [first, end) of one head and segment. The scores of the next keys are computed as these keys are weighed: the
 // one is work of the tiles, the other of the vector units.
-AMX void attend_queries(const Segment &s, int64_t first, int64_t end, Block &b, const bf16 *keys, const bf16 *values,
-                        bool are_keys_sound) {
+AMX void attend_queries(const Segment &s, int64_t first, int64_t end, QueryBlock &b, const bf16 *keys,
+                        const bf16 *values, bool are_keys_sound) {
     const int dim = static_cast<int>(round_up(s.head_dim, kDepth));
     const int64_t padded_keys = round_up(s.length, kDepth);
     for (; first < end; first += kQueries) {
         const int64_t rows = std::min<int64_t>(kQueries, end - first);
-        std::fill(b.total, b.total + kQueries, are_keys_sound ? 0.0f : NAN);
+        begin_queries(b, dim);
+        if (!are_keys_sound) std::fill(b.total, b.total + kQueries, NAN);
         pack_queries(s, b, first, rows, dim);
-        memset(b.sums, 0, dim * kQueries * sizeof(float));
-        std::fill(b.relative_to, b.relative_to + kQueries, -INFINITY);
         for (int64_t i = 0; i < std::min<int64_t>(kKeys, padded_keys); i += kDepth)
-            multiply_keys(b.queries, keys + i * dim, dim, b.scores[0] + i * kQueries);
+            multiply_rows(b, keys + i * dim, dim, b.scores[0] + i * kQueries);
         for (int64_t key = 0; key < padded_keys; key += kKeys) {
             const int64_t count = std::min<int64_t>(kKeys, padded_keys - key);
             float *scores = b.scores[key / kKeys % 2], *next = b.scores[1 - key / kKeys % 2];
@@ -290,8 +174,8 @@ AMX void attend_queries(const Segment &s, int64_t first, int64_t end, Block &b, 
             follow_largest(b, scores, count, dim, s.scale);
             for (int64_t i = 0; i < count; i += kDepth) {
                 if (key + kKeys + i < padded_keys)
-                    multiply_keys(b.queries, keys + (key + kKeys + i) * dim, dim, next + i * kQueries);
-                weigh(b, scores + i * kQueries, b.weights + i * kTile, s.scale);
+                    multiply_rows(b, keys + (key + kKeys + i) * dim, dim, next + i * kQueries);
+                weigh_two(b, scores + i * kQueries, b.weights + i * kTile, s.scale);
             }
             multiply_values(b, values + key * dim, count, dim);
         }
@@ -303,11 +187,11 @@ AMX void attend_queries(const Segment &s, int64_t first, int64_t end, Block &b, 
 // block.
 struct Memory {
     std::unique_ptr<bf16[], decltype(&free)> packed;
-    std::unique_ptr<Block> block;
+    std::unique_ptr<QueryBlock> block;
 
     explicit Memory(int64_t numbers)
         : packed(static_cast<bf16 *>(aligned_alloc(64, numbers * sizeof(bf16))), &free),
-          block(new (std::nothrow) Block) {}
+          block(new (std::nothrow) QueryBlock) {}
 
     bool is_there() const { return packed && block; }
 };
