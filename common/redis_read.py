@@ -6,10 +6,7 @@ Redis-py opens and authenticates the connections. Blocking: runs in threads of i
 """
 
 import asyncio
-import math
 import socket
-import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +23,6 @@ from common.errors import ConfigError
 NUM_THREADS = 4
 READ_AHEAD = 8  # values asked for and not yet received
 CONNECT_TIMEOUT_S = 0.25
-WAIT_FOR_ALL = socket.MSG_WAITALL
 
 T = TypeVar("T")
 
@@ -107,7 +103,6 @@ class Reading:
         for index in range(len(commands)):
             wanted = min(len(commands), index + READ_AHEAD)
             if asked < wanted and (asked == index or wanted - asked >= READ_AHEAD // 2 or wanted == len(commands)):
-                sock.settimeout(self.left_s())
                 self.connection.send_packed_command(
                     self.connection.pack_commands(commands[asked:wanted]), check_health=False
                 )
@@ -134,42 +129,22 @@ class Reading:
         got = bytearray(len(expected))
         view, received = memoryview(got), 0
         while received < len(expected):
-            received += self._receive_part(sock, view[received:])
+            sock.settimeout(self.left_s())
+            count = sock.recv_into(view[received:])
+            if count == 0:
+                raise ConnectionError("Redis closed the connection")
+            received += count
             if got[:received] != expected[:received]:
                 return False
         return True
 
     def _receive(self, sock: "socket.socket", target: memoryview, checksum: int) -> int:
         """Fill `target`; gives the CRC-32 with what comes in, each part of it while it is in the core's cache."""
+        sock.settimeout(self.left_s())
         while target:
-            count = self._receive_part(sock, target, WAIT_FOR_ALL)
+            count = sock.recv_into(target)
+            if count == 0:
+                raise ConnectionError("Redis closed the connection")
             checksum = isal_zlib.crc32(target[:count], checksum)
             target = target[count:]
         return checksum
-
-    def _receive_part(self, sock: "socket.socket", target: memoryview, flags: int = 0) -> int:
-        """Receive some bytes of `target`, with `WAIT_FOR_ALL` all of them where no TLS lies over the socket.
-
-        The kernel has 200 KB at a time. When it waits for the next ones by itself, this thread asks for the interpreter
-        once for a value, not once for each part, while others may be computing.
-        """
-        left_s = self.left_s()
-        try:
-            if isinstance(sock, ssl.SSLSocket):
-                sock.settimeout(left_s)
-                count = sock.recv_into(target)
-            else:
-                sock.settimeout(None)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left_s))
-                count = sock.recv_into(target, 0, flags)
-        except BlockingIOError as exc:
-            raise TimeoutError("the time for reading from Redis is over") from exc
-        if count == 0:
-            raise ConnectionError("Redis closed the connection")
-        return count
-
-
-def _timeval(seconds: float) -> bytes:
-    """A time as socket options take it; never zero, which would be no limit."""
-    micros = max(1, math.ceil(seconds * 1e6))
-    return struct.pack("@ll", *divmod(micros, 1_000_000))

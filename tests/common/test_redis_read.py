@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Sequence
@@ -138,21 +137,6 @@ async def test_a_value_that_comes_in_pieces_is_whole(is_tls: bool) -> None:
             assert found == zlib.crc32(VALUE)
             assert buffer == VALUE
             buffer[:] = bytes(SIZE)
-
-
-async def test_the_kernel_waits_for_the_pieces_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_received = 0
-    receive_part = Reading._receive_part
-
-    def counted(reading: Reading, sock: socket.socket, target: memoryview, flags: int = 0) -> int:
-        nonlocal num_received
-        num_received += 1 if flags else 0
-        return receive_part(reading, sock, target, flags)
-
-    monkeypatch.setattr(Reading, "_receive_part", counted)
-    async with answering(PARTS) as reader:
-        await reader.run(lambda reading: reading.values_into(memoryview(bytearray(SIZE)), [("GET", "v")], SIZE), TIME_S)
-    assert num_received == 1
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
