@@ -35,6 +35,7 @@ from decoder_svc.embedding_inbox import EmbeddingInbox
 from decoder_svc.engine import Engine, EngineLimits
 from decoder_svc.grammar import GrammarCompiler
 from decoder_svc.kv_budget import affordable_blocks, make_kv_cache
+from decoder_svc.model.attention import pick_block_size
 from decoder_svc.model.decode_graphs import DecodeGraphs, GraphRecorder
 from decoder_svc.model.moe import has_looped_experts
 from decoder_svc.model.parallel import check_split
@@ -132,6 +133,7 @@ def _plan_ranks(
     config = read_model_config(checkpoint_dir)
     check_split(cast(Qwen3VLTextConfig, config.text_config), settings.tp)
     dtype = pick_dtype(settings.dtype, config.dtype)
+    kv_dtype = pick_dtype(settings.kv_cache_dtype, dtype)
     devices = [rank_device(settings.device, rank) for rank in range(settings.tp)]
     folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
     setups = [
@@ -140,9 +142,9 @@ def _plan_ranks(
             size=settings.tp,
             checkpoint_dir=str(checkpoint_dir),
             dtype=dtype_name(dtype),
-            kv_dtype=dtype_name(pick_dtype(settings.kv_cache_dtype, dtype)),
+            kv_dtype=dtype_name(kv_dtype),
             device=devices[rank],
-            block_size=settings.block_size,
+            block_size=pick_block_size(settings.block_size, devices[rank], dtype, kv_dtype),
             kv_cache_bytes=settings.kv_cache_bytes,
             threads=_threads(settings),
             compile_layers=settings.compile_layers,
@@ -168,19 +170,20 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
     kv_dtype = pick_dtype(settings.kv_cache_dtype, dtype)
     device = rank_device(settings.device, 0) if processes is not None else pick_device(settings.device)
     ranks = processes.ranks if processes is not None else None
+    block_size = pick_block_size(settings.block_size, device, dtype, kv_dtype)
     model = load_text_model(
         checkpoint_dir,
         dtype=dtype,
         device=device,
-        block_size=settings.block_size,
+        block_size=block_size,
         ranks=ranks,
         compile_layers=settings.compile_layers,
         kv_dtype=kv_dtype,
     )
-    num_blocks = affordable_blocks(model, settings.kv_cache_bytes, settings.block_size, kv_dtype)
+    num_blocks = affordable_blocks(model, settings.kv_cache_bytes, block_size, kv_dtype)
     if processes is not None:
         num_blocks = agree_on_blocks(num_blocks, processes.channels)
-    kv_cache = make_kv_cache(model, num_blocks, settings.block_size, kv_dtype)
+    kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
     if processes is not None:
         processes.ranks.meet(processes.meeting_file, model.device, model.dtype)
     records = _records_graphs(settings, model)

@@ -59,8 +59,9 @@ class DecoderSettings(CommonSettings):
     """Dtype of the KV cache: auto takes the compute dtype. Another one is read by attention in plain torch, which is
     slower: for float32 models that lack memory."""
 
-    block_size: int = 16
-    """Tokens in one block of the KV cache."""
+    block_size: int = 0
+    """Tokens in one block of the KV cache; 0 takes 16, and 256 on CUDA where flash-attn is installed, which reads no
+    smaller ones."""
 
     max_tokens_per_step: int = 0
     """Tokens of one engine step: running streams first, then pieces of prompts; 0 takes 2048, and 768 on CPU, where

@@ -24,8 +24,9 @@ from decoder_svc.transfers import index_on, to_device
 QUERY_TILE = 128
 # Keys and values that a decode batch gathers at once: more would leave the processor's second cache before it is used.
 DECODE_TILE_BYTES = 1 << 20
-# flash-attn's paged kernel takes only such blocks.
+# flash-attn's paged kernel takes only multiples of such blocks.
 FLASH_BLOCK_MULTIPLE = 256
+BLOCK_SIZE = 16
 
 
 class PagedAttention(Protocol):
@@ -304,8 +305,19 @@ def select_attention(
     """
     if kv_dtype not in (None, dtype):
         return TorchPagedAttention()
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    can_run = torch.device(device).type == "cuda" and is_half and block_size % FLASH_BLOCK_MULTIPLE == 0
-    if can_run and importlib.util.find_spec("flash_attn") is not None:
+    if block_size % FLASH_BLOCK_MULTIPLE == 0 and _has_flash(device, dtype):
         return FlashPagedAttention()
     return NativePagedAttention(kernels) if isinstance(kernels, NativeKernels) else TorchPagedAttention()
+
+
+def pick_block_size(
+    asked: int, device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> int:
+    """Tokens of a block: what is asked for, or for 0 what lets the fastest attention of a device be chosen."""
+    return asked or (FLASH_BLOCK_MULTIPLE if _has_flash(device, dtype) and kv_dtype in (None, dtype) else BLOCK_SIZE)
+
+
+def _has_flash(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether flash-attn is installed and runs on a device and in a dtype."""
+    can_run = torch.device(device).type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    return can_run and importlib.util.find_spec("flash_attn") is not None

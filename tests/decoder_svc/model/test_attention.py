@@ -17,6 +17,7 @@ from decoder_svc.model.attention import (
     PagedAttention,
     TorchPagedAttention,
     decode_groups,
+    pick_block_size,
     select_attention,
 )
 from decoder_svc.model.kernels import NativeKernels, TorchKernels, compiled_library
@@ -223,6 +224,18 @@ def test_cpu_takes_the_kernels_that_there_are_with_any_block_size() -> None:
     assert select_attention("cpu", torch.bfloat16, 256, TorchKernels()).name == "torch"
     assert select_attention("cuda", torch.float32, 256, TorchKernels()).name == "torch"
     assert select_attention("cuda", torch.bfloat16, 16, TorchKernels()).name == "torch"
+
+
+def test_blocks_are_as_large_as_flash_attn_wants_them_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    for is_installed in (False, True):
+        spec = object() if is_installed else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, s=spec: s if name == "flash_attn" else real(name))
+        assert pick_block_size(0, "cuda", torch.bfloat16) == (256 if is_installed else 16)
+        assert pick_block_size(32, "cuda", torch.bfloat16) == 32
+        assert pick_block_size(0, "cuda", torch.float32) == 16
+        assert pick_block_size(0, "cuda", torch.bfloat16, torch.float16) == 16
+        assert pick_block_size(0, "cpu", torch.bfloat16) == 16
 
 
 def test_cuda_without_flash_attn_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
