@@ -178,7 +178,7 @@ class Transformers:
 def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
     """Token ids that are text in `bench_vl`."""
     generator = torch.Generator().manual_seed(seed)
-    return [[int(i) for i in row] for row in torch.randint(600, 8000, (count, length), generator=generator)]
+    return [[int(i) for i in row] for row in torch.randint(700, 8000, (count, length), generator=generator)]
 
 
 def in_turns(ours: Callable[[int], float], peer: Callable[[int], float], rounds: int) -> Times:
