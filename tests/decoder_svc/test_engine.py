@@ -97,6 +97,24 @@ def test_the_size_of_prefill_chunks_changes_no_token(world: World, max_tokens_pe
     check_against_reference(world, [request], run)
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "prefix-hit"])
+def test_no_size_of_prefill_chunks_changes_a_token_of_several_pictures(world: World, is_known: bool) -> None:
+    request = request_of(world, TEXT, 0, MORE, 2, TEXT, 1, [4], sampling=greedy(8))
+    shared = request_of(world, TEXT, 0, MORE, 2, MORE, request_id="before", sampling=greedy(1))
+    length = len(request.prompt_token_ids)
+    for max_tokens_per_step in range(1, length + 1):
+        run = driver(world, max_tokens_per_step=max_tokens_per_step)
+        if is_known:
+            run.add(shared)
+            run.run()
+        run.add(request)
+        run.run()
+        check_against_reference(world, [request], run)
+        usage = run.ends["r", 0].usage
+        assert usage is not None
+        assert (usage.cached_tokens > 0) == is_known
+
+
 def test_every_choice_is_its_own_and_the_prompt_is_shared(world: World) -> None:
     request = request_of(world, TEXT, 0, MORE, sampling=SamplingParams(seed=5, max_tokens=12, temperature=1.5, n=4))
     run = driver(world)

@@ -110,3 +110,24 @@ async def test_a_restarted_gateway_serves_cached_pictures_with_no_encoder_alive(
     again, details = await ask(stack, picture_message(6), 1)
     assert again == first
     assert details["encoded_media_tokens"] == 0
+
+
+async def test_the_next_turn_of_a_conversation_needs_neither_redis_nor_an_encoder(stack: Stack) -> None:
+    messages = picture_message(7)
+    first, details = await ask(stack, messages)
+    assert details["encoded_media_tokens"] == 30
+    fetches = await fetches_of(stack)
+    for name in ("valkey", "encoder-0"):
+        await stack.kill(name)
+    await stack.wait_for(encoders=0, decoders=2)
+    messages += [{"role": "assistant", "content": first}, *text_message("And what else?")]
+    second, details = await ask(stack, messages)
+    assert second
+    assert details["encoded_media_tokens"] == 0
+    assert details["cached_tokens"] >= 30
+    assert await fetches_of(stack) == fetches
+
+
+async def fetches_of(stack: Stack) -> float:
+    """How many embeddings both decoders have asked for."""
+    return sum([await stack.metric(f"decoder-{index}", "tandem_decoder_fetches_total") for index in range(2)])
