@@ -41,6 +41,7 @@ class FakeRunner:
     fails_on: Callable[[Sequence[TowerItem]], Exception | None] = lambda items: None
     patches_per_s: float = 100.0
     max_in_flight: int = 1
+    is_broken: bool = False
     num_bytes: int = 1024
     is_closed: bool = False
 
