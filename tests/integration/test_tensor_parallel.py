@@ -179,9 +179,12 @@ async def test_a_checkpoint_that_no_rank_can_load_is_one_line_of_rank_0(dense: P
     assert f"{DECODER_SHARD} is not a valid safetensors file" in error
 
 
-@pytest.mark.parametrize(("to_rank_0", "number", "code"), [(True, signal.SIGTERM, 0), (False, signal.SIGKILL, 2)])
+# A killed rank is missed by the load, which ends with 2, or by the watch, which ends with 1: whichever is first.
+@pytest.mark.parametrize(
+    ("to_rank_0", "number", "codes"), [(True, signal.SIGTERM, {0}), (False, signal.SIGKILL, {1, 2})]
+)
 async def test_a_start_that_is_broken_off_leaves_no_process(
-    dense: Path, tmp_path: Path, to_rank_0: bool, number: signal.Signals, code: int
+    dense: Path, tmp_path: Path, to_rank_0: bool, number: signal.Signals, codes: set[int]
 ) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "decoder_svc", "--model", str(dense), "--tp", "2"),
@@ -194,6 +197,6 @@ async def test_a_start_that_is_broken_off_leaves_no_process(
     (psutil.Process(process.pid) if to_rank_0 else rank).send_signal(number)
     async with asyncio.timeout(60):
         _, err = await process.communicate()
-    assert process.returncode == code, err.decode()
+    assert process.returncode in codes, err.decode()
     assert b"Traceback" not in err
     await eventually(lambda: is_gone(rank))
