@@ -11,7 +11,7 @@ import pytest
 import zmq.auth
 
 from common.errors import PeerUnreachable
-from common.messages import EncodeReply, EncodeRequest, Hello
+from common.messages import EncodeReply, EncodeRequest, Hello, Release
 from common.transport import CurveKeys, Dealer
 from deploy.local import free_port
 from encoder_svc import __main__ as encoder_main
@@ -57,6 +57,7 @@ async def test_an_encoder_process_serves_the_fleet_and_ends_cleanly(tmp_path: Pa
             assert isinstance(reply, EncodeReply)
             assert reply.error is None
             assert not can_send(stranger, hello("gateway", "s"))
+            control.send(Release(request_id="r1"))  # without Redis a drain waits for it
             process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(60):
                 _, err = await process.communicate()
