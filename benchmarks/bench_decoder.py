@@ -205,46 +205,37 @@ def check_equal(folder: Path, reference: Transformers) -> None:
     print("greedy tokens in float32 equal transformers' at batch 1, 4, 16, in chunks of 37 and whole")
 
 
-def bench_peer(ours: Ours, reference: Transformers, rounds: int, context: int, num_tokens: int) -> dict[str, float]:
-    """Decoding and prefill beside transformers."""
+def bench_peer(
+    ours: Ours,
+    peer: Transformers | Streams,
+    rounds: int,
+    context: int,
+    num_tokens: int,
+    *,
+    first_seed: int = 0,
+    title: str = "",
+) -> dict[str, float]:
+    """Decoding and prefill beside a peer, which `title` names; prompts are new from `first_seed` on."""
     ratios = {}
     for batch in DECODE_TARGETS:
         times = in_turns(
-            lambda seed, batch=batch: ours.decode_step(random_prompts(batch, context, seed), num_tokens),
-            lambda seed, batch=batch: reference.decode_step(random_prompts(batch, context, seed), num_tokens),
+            lambda seed, batch=batch: ours.decode_step(random_prompts(batch, context, first_seed + seed), num_tokens),
+            lambda seed, batch=batch: peer.decode_step(random_prompts(batch, context, first_seed + seed), num_tokens),
             rounds,
         )
         ratios[f"decode_{batch}"] = times.ratio
         rates = [batch / statistics.median(side) for side in (times.ours, times.peer)]
-        print(times.row(f"decode step, batch {batch}, context {context} ({rates[0]:.0f} and {rates[1]:.0f} tokens/s)"))
+        speeds = f"{rates[0]:.0f} and {rates[1]:.0f} tokens/s"
+        print(times.row(f"{title}decode step, batch {batch}, context {context} ({speeds})"))
     for length in (512, 1024):
         times = in_turns(
-            lambda seed, length=length: ours.first_token(random_prompts(1, length, 1000 + seed)[0]),
-            lambda seed, length=length: reference.first_token(random_prompts(1, length, 1000 + seed)[0]),
+            lambda seed, length=length: ours.first_token(random_prompts(1, length, first_seed + 1000 + seed)[0]),
+            lambda seed, length=length: peer.first_token(random_prompts(1, length, first_seed + 1000 + seed)[0]),
             rounds,
         )
-        print(times.row(f"first token of {length} tokens"))
+        print(times.row(f"{title}first token of {length} tokens"))
     ratios["prefill_1024"] = times.ratio
     return ratios
-
-
-def bench_vllm(ours: Ours, peer: Streams, rounds: int, context: int, num_tokens: int) -> None:
-    """The same rows beside vLLM's server."""
-    for batch in DECODE_TARGETS:
-        times = in_turns(
-            lambda seed, batch=batch: ours.decode_step(random_prompts(batch, context, 7000 + seed), num_tokens),
-            lambda seed, batch=batch: peer.decode_step(random_prompts(batch, context, 7000 + seed), num_tokens),
-            rounds,
-        )
-        rates = [batch / statistics.median(side) for side in (times.ours, times.peer)]
-        print(times.row(f"beside vLLM: decode step, batch {batch} ({rates[0]:.0f} and {rates[1]:.0f} tokens/s)"))
-    for length in (512, 1024):
-        times = in_turns(
-            lambda seed, length=length: ours.first_token(random_prompts(1, length, 8000 + seed)[0]),
-            lambda seed, length=length: peer.first_token(random_prompts(1, length, 8000 + seed)[0]),
-            rounds,
-        )
-        print(times.row(f"beside vLLM: first token of {length} tokens"))
 
 
 def bench_prefix(ours: Ours, rounds: int) -> float:
@@ -335,7 +326,15 @@ def main() -> int:
         ratios = bench_peer(ours, reference, options.rounds, options.context, options.tokens)
         if options.vllm is not None:
             with vllm_server(options.vllm, folder, options.threads) as url:
-                bench_vllm(ours, Streams(url), options.rounds, options.context, options.tokens)
+                bench_peer(
+                    ours,
+                    Streams(url),
+                    options.rounds,
+                    options.context,
+                    options.tokens,
+                    first_seed=7000,
+                    title="beside vLLM: ",
+                )
         ratios["cached_prefix"] = bench_prefix(ours, options.rounds)
         ratios["bookkeeping"] = bench_bookkeeping(ours, options.tokens)
         ratios["long_prompt_gap"] = bench_long_prompt(ours)
