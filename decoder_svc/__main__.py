@@ -216,8 +216,15 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
         overlaps_steps=_overlaps_steps(settings, model.device),
         graphs=graphs,
     )
-    levels = len(vision_config.deepstack_visual_indexes)
-    hello = Hello(
+    limits = Limits(max_model_len=max_model_len, max_sequences=settings.max_sequences, kv_cache_tokens=kv_tokens)
+    hello = _hello(settings, model, len(vision_config.deepstack_visual_indexes), limits)
+    grammars = GrammarCompiler.load(checkpoint_dir, model.config.vocab_size, eos_token_ids)
+    return _Loaded(engine, hello, dtype, grammars)
+
+
+def _hello(settings: DecoderSettings, model: TextModel, levels: int, limits: Limits) -> Hello:
+    """What this decoder tells of itself; `levels` are DeepStack's."""
+    return Hello(
         role="decoder",
         instance_id=settings.instance_id or f"decoder-{uuid.uuid4().hex[:12]}",
         model=settings.model_name,
@@ -225,10 +232,8 @@ def _load(settings: DecoderSettings, checkpoint_dir: Path, processes: RankProces
         levels=levels,
         width=model.config.hidden_size * (1 + levels),
         vocab_size=model.config.vocab_size,
-        limits=Limits(max_model_len=max_model_len, max_sequences=settings.max_sequences, kv_cache_tokens=kv_tokens),
+        limits=limits,
     )
-    grammars = GrammarCompiler.load(checkpoint_dir, model.config.vocab_size, eos_token_ids)
-    return _Loaded(engine, hello, dtype, grammars)
 
 
 def _max_tokens_per_step(settings: DecoderSettings, model: TextModel) -> int:
