@@ -2,10 +2,11 @@
 
     python -m benchmarks.bench_transport [--rounds 9]
 
-An embedding of 32 MB from an encoder's shipping to a decoder's fetcher over TCP, against as many bytes in messages of
-1 MB over plain pyzmq: once as fast as it goes, each message dropped unread, so that one megabyte of memory serves for
-all and never leaves the cache (the target's peer), and once received into one prepared buffer, which is what whoever
-needs the bytes has to do (shown beside it). An embedding of 8 MB from Redis through the cache, against a plain socket
+An embedding of 32 MB from an encoder's shipping to a decoder's fetcher, as two processes of one host do it, who share
+memory, and over TCP, as from another host (shown beside it). The peer is as many bytes in messages of 1 MB over plain
+pyzmq and TCP: once as fast as it goes, each message dropped unread, so that one megabyte of memory serves for all and
+never leaves the cache (the target's peer), and once received into one prepared buffer, which is what whoever needs the
+bytes has to do (shown beside it). An embedding of 8 MB from Redis through the cache, against a plain socket
 that receives a value of that size into a prepared buffer, and against redis-py's GET. The other end is a process of its
 own for each. The checks that an embedding must pass are part of our time alone. Asserts that all sides give the same
 bytes. Last line: one JSON object of ratios; exit code 1 when one falls short.
@@ -17,6 +18,7 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -34,11 +36,13 @@ from common.embedding_cache import EmbeddingCache
 from common.freed_memory import keep_freed_memory
 from common.members import Member, StaticMembers
 from common.messages import EmbeddingHeader, Fetch, FetchCredit, Hello
+from common.shared_region import SharedRegion, host_id
 from common.transport import Router
 from decoder_svc.embedding_fetch import EncoderFetcher
 from decoder_svc.payload_pool import PayloadPool
 from deploy.local import free_port
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
+from encoder_svc.shared_regions import SharedRegions
 from encoder_svc.shipping import Shipping
 
 FETCH_BYTES, CACHED_BYTES = 32 << 20, 8 << 20
@@ -84,8 +88,10 @@ async def _ship(endpoint: str) -> None:
     payload = payload_of(FETCH_BYTES)
     router = Router(zmq.asyncio.Context(), endpoint, name="data")
     store = EmbeddingStore(1 << 30, 1e6)
-    store.put(HeldEmbedding(header_of(payload, "a"), memoryview(payload)))
-    shipping = Shipping(router, store, FINGERPRINT)
+    regions = SharedRegions()
+    region = in_region(regions, memoryview(payload))
+    store.put(HeldEmbedding(header_of(payload, "a"), region.seal(), region))
+    shipping = Shipping(router, store, FINGERPRINT, regions)
     while True:
         received = await router.receive()
         match received.message:
@@ -95,6 +101,15 @@ async def _ship(endpoint: str) -> None:
                 shipping.begin(received.peer, fetch)
             case FetchCredit() as credit:
                 shipping.renew(received.peer, credit)
+
+
+def in_region(regions: SharedRegions, payload: memoryview) -> SharedRegion:
+    """A copy that processes of this host can map, as an encoder makes once of each embedding."""
+    assert regions.is_near(host_id())
+    region = regions.take(len(payload))
+    assert region is not None
+    region.write(0, payload)
+    return region
 
 
 def push(endpoint: str) -> None:
@@ -151,8 +166,9 @@ async def alternate(ours: Callable[[], Awaitable[object]], peer: Callable[[], Aw
     return times
 
 
-async def bench_fetch(rounds: int) -> tuple[Times, Times]:
-    """32 MB from an encoder, against plain pyzmq over TCP that drops the bytes, and that keeps them in one piece."""
+async def bench_fetch(rounds: int) -> tuple[Times, Times, Times]:
+    """32 MB from an encoder: shared with this process, against plain pyzmq over TCP that drops the bytes; over TCP,
+    against the same; and over TCP against plain pyzmq that keeps the bytes in one piece."""
     payload = payload_of(FETCH_BYTES)
     expected = expected_of(header_of(payload, "a"))
     buffer = memoryview(map_huge(FETCH_BYTES))
@@ -160,17 +176,28 @@ async def bench_fetch(rounds: int) -> tuple[Times, Times]:
     ours_at, peer_at = (f"tcp://127.0.0.1:{port}" for port in ports)
     context = zmq.asyncio.Context()
     hello = Hello(role="decoder", instance_id="d", model="bench", version="0", is_ready=True)
-    members = StaticMembers([Member((ours_at,))])
-    fetcher = EncoderFetcher(context, lambda: hello, source=members, new_payload=PayloadPool().take)
+    near, far = (
+        EncoderFetcher(
+            context,
+            lambda: hello,
+            source=StaticMembers([Member((ours_at,))]),
+            new_payload=PayloadPool().take,
+            host=host,
+        )
+        for host in (host_id(), None)
+    )
     plain = zmq.Context().socket(zmq.DEALER)
     plain.connect(peer_at)
     with process(ship, ours_at), process(push, peer_at):
-        running = asyncio.create_task(fetcher.run())
-        while not fetcher.encoder_ids:  # noqa: ASYNC110 - as it looks from outside
+        running = [asyncio.create_task(fetcher.run()) for fetcher in (near, far)]
+        while not (near.encoder_ids and far.encoder_ids):  # noqa: ASYNC110 - as it looks from outside
             await asyncio.sleep(0.02)
 
-        async def ours() -> None:
-            await fetcher.fetch("e", expected, 30.0)
+        async def shared() -> None:
+            await near.fetch("e", expected, 30.0)
+
+        async def sent() -> None:
+            await far.fetch("e", expected, 30.0)
 
         async def dropping() -> None:
             plain.send(b"go")
@@ -182,16 +209,34 @@ async def bench_fetch(rounds: int) -> tuple[Times, Times]:
             for start in range(0, FETCH_BYTES, CHUNK_BYTES):
                 plain.recv_into(buffer[start : start + CHUNK_BYTES])
 
-        _, fetched = await fetcher.fetch("e", expected, 30.0)
+        for fetcher in (near, far):
+            _, fetched = await fetcher.fetch("e", expected, 30.0)
+            assert memoryview(fetched) == payload
+            del fetched
         await in_one_piece()
-        assert memoryview(fetched) == payload == buffer
-        del fetched
-        times = await alternate(ours, dropping, rounds), await alternate(ours, in_one_piece, rounds)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        assert buffer == payload
+        times = (
+            await alternate(shared, dropping, rounds),
+            await alternate(sent, dropping, rounds),
+            await alternate(sent, in_one_piece, rounds),
+        )
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
     plain.close(linger=0)
     context.destroy(linger=0)
     return times
+
+
+def time_to_share() -> float:
+    """Median seconds that an encoder takes to put 32 MB where processes of its host can map them."""
+    regions, payload = SharedRegions(), memoryview(payload_of(FETCH_BYTES))
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        in_region(regions, payload).seal()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 async def bench_redis(folder: Path, rounds: int) -> tuple[Times, Times]:
@@ -240,13 +285,15 @@ async def bench(rounds: int) -> dict[str, float]:
     keep_freed_memory()  # as a decoder does; plain pyzmq in this process gains by it too
     with tempfile.TemporaryDirectory(prefix="tdm") as name:
         print(f"affinity {affinity()}, {os.cpu_count()} cores, raw bytes, no compute threads")
-        fetch, in_one_piece = await bench_fetch(rounds)
-        print(fetch.row("32 MB from an encoder, checked and in one piece, against plain pyzmq in 1 MB messages, TCP"))
-        print(in_one_piece.row("the same against plain pyzmq that receives them into one buffer, unchecked"))
+        shared, sent, in_one_piece = await bench_fetch(rounds)
+        print(shared.row("32 MB from an encoder of this host, checked, against plain pyzmq in 1 MB messages, TCP"))
+        print(sent.row("the same from an encoder as of another host, over TCP"))
+        print(in_one_piece.row("that against plain pyzmq that receives them into one buffer, unchecked"))
+        print(f"to write 32 MB where they are shared, once for each embedding: {1000 * time_to_share():.1f} ms")
         by_socket, by_redis_py = await bench_redis(Path(name), rounds)
         print(by_socket.row("8 MB from Redis, checked, against a plain socket's recv_into, unix socket"))
         print(by_redis_py.row("8 MB from Redis, checked, against redis-py's GET, unix socket"))
-    return {"fetch/pyzmq": fetch.ratio, "redis/socket": by_socket.ratio, "redis/redis-py": by_redis_py.ratio}
+    return {"fetch/pyzmq": shared.ratio, "redis/socket": by_socket.ratio, "redis/redis-py": by_redis_py.ratio}
 
 
 def main() -> int:

@@ -211,20 +211,34 @@ class Release(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Fetch(Message, frozen=True, kw_only=True, tag=True):
-    """Ask an encoder for a held embedding. The receiver is ready for `credit` chunks."""
+    """Ask an encoder for a held embedding. The receiver is ready for `credit` chunks.
+
+    One that can map memory of processes on its `host` says so: an encoder of the same host may then answer with a
+    place instead of chunks.
+    """
 
     fetch_id: Id
     key: MediaKey
     fingerprint: Fingerprint
     credit: Annotated[int, Meta(ge=1, le=4096)]
     time_left_s: Seconds
+    host: Id | None = None
 
 
 class FetchCredit(Message, frozen=True, kw_only=True, tag=True):
-    """The receiver of a fetch is ready for `chunks` more chunks; 0 ends the fetch early."""
+    """The receiver of a fetch is ready for `chunks` more chunks; 0 ends the fetch, early unless it `is_mapped`."""
 
     fetch_id: Id
     chunks: Annotated[int, Meta(ge=0, le=4096)]
+    is_mapped: bool = False
+
+
+class SharedMemory(Struct, frozen=True, kw_only=True):
+    """Where a process of the same host finds a payload: a descriptor of its owner, and what it must be called."""
+
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    fd: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    name: Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 
 class EmbeddingHeader(Struct, frozen=True, kw_only=True):
@@ -256,11 +270,16 @@ class EmbeddingHeader(Struct, frozen=True, kw_only=True):
 
 
 class FetchReply(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to `Fetch`: a header, after which chunks follow, or an error."""
+    """Answer to `Fetch`: a header, after which chunks follow, or an error.
+
+    With `shared` no chunks follow: the payload is there, until the receiver says that it `is_mapped`, or that it wants
+    chunks after all.
+    """
 
     fetch_id: Id
     header: EmbeddingHeader | None = None
     error: ErrorDetail | None = None
+    shared: SharedMemory | None = None
 
 
 class FetchChunk(Message, frozen=True, kw_only=True, tag=True):

@@ -27,6 +27,7 @@ from common.logs import configure_logs
 from common.messages import Hello, Limits
 from common.service import Server, Service, run_service
 from common.settings import command_line
+from common.shared_region import host_id
 from common.tensors import dtype_name, pick_device, pick_dtype, use_threads
 from common.transport import Authenticator, Router
 from decoder_svc.config import DecoderSettings
@@ -93,7 +94,14 @@ def _serve(settings: DecoderSettings, loaded: _Loaded) -> DecoderServer:
     source = member_source(settings.encoders, ENCODERS, kubernetes)
     pool = PayloadPool()
     pool.report()
-    fetcher = EncoderFetcher(context, lambda: loaded.hello, keys, source=source, new_payload=pool.take)
+    fetcher = EncoderFetcher(
+        context,
+        lambda: loaded.hello,
+        keys,
+        source=source,
+        new_payload=pool.take,
+        host=host_id() if settings.share_memory else None,
+    )
     cache = None
     if settings.redis:
         cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s, new_payload=pool.take)

@@ -1,8 +1,9 @@
 """Fetches embeddings from encoders: one connection to each, chunks with credit into one buffer.
 
-Owns the links to the encoders' data sockets and the fetches that run over them. A fetch gives the checked bytes or
-raises; it ends when the encoder goes away, when no chunk comes for a while, or when it is cancelled, and then tells
-the encoder so. Runs on the event loop; knows nothing of requests or sequences.
+Owns the links to the encoders' data sockets and the fetches that run over them. From an encoder of this host the bytes
+may come as memory to map. A fetch gives the checked bytes or raises; it ends when the encoder goes away, when no chunk
+comes for a while, or when it is cancelled, and then tells the encoder so. Runs on the event loop; knows nothing of
+requests or sequences.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 import structlog
 import zmq.asyncio
 
-from common.embedding import ExpectedEmbedding, Payload, check_checksum, copy_summed, new_payload
+from common.embedding import ExpectedEmbedding, Payload, check_checksum, checksum, copy_summed, new_payload
 from common.errors import EncoderUnavailable, PeerUnreachable, ProtocolError, TandemError
 from common.link import Link
 from common.link_set import LinkSet
@@ -29,14 +30,19 @@ from common.messages import (
     FetchCredit,
     FetchReply,
     Hello,
+    SharedMemory,
 )
 from common.metrics import Counter
+from common.shared_region import map_region
 from common.transport import CurveKeys, Dealer
 from common.wire import error_from_detail
 
 logger = structlog.get_logger(__name__)
 
 FETCHED_BYTES = Counter("tandem_decoder_fetched_bytes_total", "Payload bytes fetched from encoders")
+MAPPED_BYTES = Counter(
+    "tandem_decoder_mapped_bytes_total", "Of the payload bytes fetched from encoders, those in memory of this host"
+)
 
 CREDIT_CHUNKS = 16
 RENEWED_CHUNKS = 8  # credit is given anew for several chunks at once: each message wakes the encoder's loop
@@ -48,10 +54,12 @@ CONNECT_S = 2.0  # a fetch waits so long for a connection that is being made
 @dataclass
 class _Fetch:
     expected: ExpectedEmbedding
+    encoder_id: str
     link: Link
     fetch_id: str
     done: "asyncio.Future[None]"
     header: EmbeddingHeader | None = None
+    shared: SharedMemory | None = None
     payload: Payload = field(default_factory=bytearray)
     checksum: int = 0
     num_received: int = 0
@@ -70,10 +78,13 @@ class EncoderFetcher:
         stall_s: float = STALL_S,
         connect_s: float = CONNECT_S,
         new_payload: Callable[[int], Payload] = new_payload,
+        host: str | None = None,
     ) -> None:
         """`source` tells which encoders there are, also while the fetcher runs; `new_payload` gives memory for so many
-        bytes."""
+        bytes. Memory of encoders on `host`, if it is told, is mapped."""
         self._new_payload = new_payload
+        self._host = host
+        self._unmapped: deque[str] = deque(maxlen=MAX_LOST)  # encoders whose memory could not be mapped
         self._source = source
         self._stall_s = stall_s
         self._fetches: dict[str, _Fetch] = {}
@@ -121,7 +132,8 @@ class EncoderFetcher:
         not what was expected, TimeoutError after `timeout_s`.
         """
         link = await self._link_to(encoder_id, min(timeout_s, self._connect_s))
-        fetch = _Fetch(expected, link, f"f{next(self._ids)}", asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
+        fetch = _Fetch(expected, encoder_id, link, f"f{next(self._ids)}", done)
         self._fetches[fetch.fetch_id] = fetch
         try:
             async with asyncio.timeout(timeout_s):
@@ -154,20 +166,45 @@ class EncoderFetcher:
                     fingerprint=expected.fingerprint,
                     credit=CREDIT_CHUNKS,
                     time_left_s=timeout_s,
+                    host=self._host if fetch.encoder_id not in self._unmapped else None,
                 )
             )
+            await self._wait(fetch)
+            if fetch.shared is not None and not await self._map(fetch, fetch.shared):
+                await self._wait(fetch)
         except PeerUnreachable as exc:
             raise EncoderUnavailable(exc.message) from exc
+        assert fetch.header is not None
+        check_checksum(fetch.header, fetch.checksum)
+        FETCHED_BYTES.inc(len(fetch.payload))
+        return fetch.header, fetch.payload
+
+    async def _wait(self, fetch: _Fetch) -> None:
+        """Until all is there that the encoder gives. Raises what became of it instead."""
         before = -1
         while not fetch.done.done():
             if before == (before := fetch.num_received):
                 raise EncoderUnavailable(f"the encoder sent nothing for {self._stall_s} s")
             await asyncio.wait({fetch.done}, timeout=self._stall_s)
         fetch.done.result()
+
+    async def _map(self, fetch: _Fetch, shared: SharedMemory) -> bool:
+        """Map the payload, or else ask for its chunks: then they come."""
         assert fetch.header is not None
-        check_checksum(fetch.header, fetch.checksum)
-        FETCHED_BYTES.inc(len(fetch.payload))
-        return fetch.header, fetch.payload
+        try:
+            fetch.payload, fetch.checksum = await asyncio.to_thread(_map_summed, shared, fetch.header.num_bytes)
+        except (OSError, ProtocolError) as error:
+            logger.warning(
+                "an encoder's memory cannot be mapped: it sends", encoder=fetch.encoder_id, reason=str(error)
+            )
+            self._unmapped.append(fetch.encoder_id)
+            fetch.payload = self._new_payload(fetch.header.num_bytes)
+            fetch.done = asyncio.get_running_loop().create_future()
+            fetch.link.send(FetchCredit(fetch_id=fetch.fetch_id, chunks=CREDIT_CHUNKS))
+            return False
+        fetch.link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=0, is_mapped=True))
+        MAPPED_BYTES.inc(len(fetch.payload))
+        return True
 
     def _on_up(self, link: Link) -> None:
         if link.peer is not None and link.peer.instance_id in self._lost:
@@ -200,7 +237,11 @@ class EncoderFetcher:
             raise ProtocolError("the encoder answered a fetch without a header, or twice")
         fetch.expected.check(reply.header)
         fetch.header = reply.header
-        fetch.payload = self._new_payload(reply.header.num_bytes)
+        if reply.shared is not None and self._host is not None:
+            fetch.shared = reply.shared
+            fetch.done.set_result(None)
+        else:
+            fetch.payload = self._new_payload(reply.header.num_bytes)
 
     def _take_chunk(self, fetch: _Fetch, chunk: FetchChunk, payload: Sequence[memoryview]) -> None:
         header = fetch.header
@@ -229,3 +270,9 @@ class EncoderFetcher:
         for fetch in self._fetches.values():
             if fetch.link is link and not fetch.done.done():
                 fetch.done.set_exception(EncoderUnavailable("the encoder went away"))
+
+
+def _map_summed(shared: SharedMemory, num_bytes: int) -> tuple[memoryview, int]:
+    """A payload in another process's memory, and its CRC-32. Takes milliseconds of a thread."""
+    payload = map_region(shared, num_bytes)
+    return payload, checksum(payload)

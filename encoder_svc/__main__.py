@@ -34,6 +34,7 @@ from encoder_svc.model.weights import load_vision_tower
 from encoder_svc.pipeline import EncodePipeline, QueueLimits
 from encoder_svc.runner import TowerRunner
 from encoder_svc.server import EncoderParts, EncoderServer
+from encoder_svc.shared_regions import SharedRegions
 from encoder_svc.shipping import Shipping
 from encoder_svc.video_source import VideoLimits
 from encoder_svc.warm_up import warm_up
@@ -115,7 +116,8 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
     assert fingerprint is not None
     assert wire_dtype is not None
     store = EmbeddingStore(settings.hold_bytes, settings.lease_s)
-    runner = TowerRunner(loaded.tower, fingerprint=fingerprint, wire_dtype=wire_dtype)
+    regions = SharedRegions(may_share=settings.share_memory)
+    runner = TowerRunner(loaded.tower, fingerprint=fingerprint, wire_dtype=wire_dtype, regions=regions)
     share = None
     if settings.redis:
         cache = EmbeddingCache.connect(settings.redis, ttl_s=settings.cache_ttl_s, wait_s=settings.cache_wait_s)
@@ -148,6 +150,7 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
         queue_limits=QueueLimits(settings.max_queued_patches, settings.max_queued_bytes),
         preprocess_threads=preprocess_threads(settings),
         video_threads=settings.video_threads,
+        regions=regions,
     )
 
     async def probe(request: ProbeRequest, source: memoryview) -> VideoFacts:
@@ -159,7 +162,7 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
         pipeline=pipeline,
         store=store,
         runner=runner,
-        shipping=Shipping(data, store, fingerprint),
+        shipping=Shipping(data, store, fingerprint, regions),
         probe_video=probe,
     )
 

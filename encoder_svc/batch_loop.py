@@ -21,6 +21,7 @@ from encoder_svc.batcher import Batcher, Piece
 from encoder_svc.device_clock import DeviceClock, ForwardUnderWay
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.runner import TowerItem, TowerRunner
+from encoder_svc.shared_regions import SharedRegions
 from encoder_svc.slices import Joining, cut
 
 logger = structlog.get_logger(__name__)
@@ -68,20 +69,18 @@ class _Ready:
 
     item: TowerItem
     done: "asyncio.Future[HeldEmbedding]"
+    joining: Joining
     queued_at: float
     began_at: float | None = None
-    joining: Joining = field(init=False)
     is_joining: asyncio.Lock = field(default_factory=asyncio.Lock)  # slices in their order, one at a time
-
-    def __post_init__(self) -> None:
-        self.joining = Joining(self.item.grid)
 
 
 class BatchLoop:
     """The tower's queue. The owner awaits `run`."""
 
-    def __init__(self, runner: TowerRunner, limits: BatchLimits) -> None:
+    def __init__(self, runner: TowerRunner, limits: BatchLimits, regions: SharedRegions | None = None) -> None:
         self._runner = runner
+        self._regions = regions
         self._limits = limits
         self._batcher: Batcher[_Ready] = Batcher(
             limits.max_patches,
@@ -124,7 +123,8 @@ class BatchLoop:
 
     async def embed(self, item: TowerItem) -> tuple[HeldEmbedding, EmbedTimes]:
         """An item's embedding, when its turn has come. Raises ModelFailure for the item alone."""
-        ready = _Ready(item, asyncio.get_running_loop().create_future(), time.monotonic())
+        done: asyncio.Future[HeldEmbedding] = asyncio.get_running_loop().create_future()
+        ready = _Ready(item, done, Joining(item.grid, self._regions), time.monotonic())
         self._batcher.add(ready, num_patches(item.grid), item.grid[0])
         self._changed.set()
         try:

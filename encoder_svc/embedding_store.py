@@ -11,14 +11,19 @@ from dataclasses import dataclass, field
 
 from common.errors import Overloaded
 from common.messages import EmbeddingHeader
+from common.shared_region import SharedRegion
 
 
 @dataclass(frozen=True)
 class HeldEmbedding:
-    """An embedding in memory. `payload` is a read-only view of its bytes, kept alive by whoever sends it."""
+    """An embedding in memory. `payload` is a read-only view of its bytes, kept alive by whoever sends it.
+
+    The bytes are in `region` where processes of this host can map them.
+    """
 
     header: EmbeddingHeader
     payload: memoryview
+    region: SharedRegion | None = None
 
 
 @dataclass

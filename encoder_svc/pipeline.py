@@ -27,6 +27,7 @@ from encoder_svc.fleet_share import FleetShare
 from encoder_svc.patch_gate import PatchGate
 from encoder_svc.preprocess import PreparedMedia
 from encoder_svc.runner import TowerItem, TowerRunner
+from encoder_svc.shared_regions import SharedRegions
 
 # Runs in a pool. The last argument says that nobody wants the item any more: reading it may stop.
 Prepare = Callable[[EncodeRequest, memoryview, Callable[[], bool]], PreparedMedia]
@@ -93,6 +94,7 @@ class EncodePipeline:
         queue_limits: QueueLimits,
         preprocess_threads: int,
         video_threads: int = 1,
+        regions: SharedRegions | None = None,
     ) -> None:
         self._prepare = prepare
         self._runner = runner
@@ -110,7 +112,7 @@ class EncodePipeline:
         self._gates = {name: PatchGate(max_ahead) for name in self._pools}
         self._num_probes = 0
         self._flights: dict[str, _Flight] = {}
-        self.batches = BatchLoop(runner, batch_limits)
+        self.batches = BatchLoop(runner, batch_limits, regions)
         self.queued_patches = 0
         self.queued_bytes = 0
 

@@ -23,6 +23,7 @@ from common.rate import RateMeter
 from common.tensors import DTYPES, check_finite, payload_of
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.model.vision import VisionTower
+from encoder_svc.shared_regions import SharedRegions
 from encoder_svc.tower_device import Launched, TowerDevice, device_of
 
 FORWARD_SECONDS = Histogram(
@@ -35,20 +36,29 @@ PATCHES = Counter("tandem_encoder_patches_total", "Patches that went through the
 
 @dataclass(frozen=True)
 class TowerItem:
-    """One item ready for the tower: `pixel_values` is `[patches, columns]`, in any form of `PreparedMedia`."""
+    """One item ready for the tower, or a slice of one: `pixel_values` is `[patches, columns]`, in any form of
+    `PreparedMedia`."""
 
     key: str
     grid: Grid
     pixel_values: np.ndarray
+    is_whole: bool = True
 
 
 class TowerRunner:
     """Runs the tower, in the order in which it is asked. `device` is told by tests; else it follows from the tower."""
 
     def __init__(
-        self, tower: VisionTower, *, fingerprint: str, wire_dtype: WireDtype, device: TowerDevice | None = None
+        self,
+        tower: VisionTower,
+        *,
+        fingerprint: str,
+        wire_dtype: WireDtype,
+        device: TowerDevice | None = None,
+        regions: SharedRegions | None = None,
     ) -> None:
         self._tower = tower
+        self._regions = regions or SharedRegions(may_share=False)
         self._fingerprint = fingerprint
         self._wire_dtype: WireDtype = wire_dtype
         self._device = device or device_of(self._forward, tower.device)
@@ -122,10 +132,8 @@ class TowerRunner:
             merge = self._tower.config.spatial_merge_size**2
             parts = torch.split(packed, [item.pixel_values.shape[0] // merge for item in items])
             # Each item gets memory of its own, so that freeing one does not wait for the others of its batch.
-            is_shared = is_lent or len(items) > 1
-            return [
-                self._held(item, part.clone() if is_shared else part) for item, part in zip(items, parts, strict=True)
-            ]
+            is_lent = is_lent or len(items) > 1
+            return [self._held(item, part, is_lent=is_lent) for item, part in zip(items, parts, strict=True)]
         finally:
             launched.release()
 
@@ -144,11 +152,16 @@ class TowerRunner:
             return pack_rows(embeddings, self._tower.num_levels)
         return embeddings.to(DTYPES[self._wire_dtype])
 
-    def _held(self, item: TowerItem, embedding: Tensor) -> HeldEmbedding:
+    def _held(self, item: TowerItem, embedding: Tensor, *, is_lent: bool) -> HeldEmbedding:
         # A value that is not finite shows in its scale.
         values = scales_of(embedding, self._tower.num_levels) if self._wire_dtype == "int8" else embedding
         check_finite(values, f"the embedding of a {item.grid} grid")
-        payload = payload_of(embedding).toreadonly()
+        region = self._regions.take(embedding.nbytes) if item.is_whole else None
+        if region is not None:
+            region.write(0, payload_of(embedding))
+            payload = region.seal()
+        else:
+            payload = payload_of(embedding.clone() if is_lent else embedding).toreadonly()
         header = EmbeddingHeader(
             key=item.key,
             grid=item.grid,
@@ -160,4 +173,4 @@ class TowerRunner:
             checksum=checksum(payload),
             chunk_bytes=CHUNK_BYTES,
         )
-        return HeldEmbedding(header, payload)
+        return HeldEmbedding(header, payload, region)

@@ -2,7 +2,8 @@
 
 Owns the sessions of running fetches: each has credit, which the receiver renews, and ends when the last chunk is
 sent, when the receiver says so, or at its deadline; until then what it sends stays in the store. Chunks are views of
-the held payload: no copy is made. Runs on the event loop.
+the held payload: no copy is made. A receiver on this host is told where the payload is instead, where it can be mapped.
+Runs on the event loop.
 """
 
 import time
@@ -16,6 +17,7 @@ from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.transport import Router
 from common.wire import error_detail
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
+from encoder_svc.shared_regions import SharedRegions
 
 logger = structlog.get_logger(__name__)
 
@@ -41,8 +43,11 @@ class _Session:
 class Shipping:
     """Running fetches of one encoder."""
 
-    def __init__(self, router: Router, store: EmbeddingStore, fingerprint: str) -> None:
+    def __init__(
+        self, router: Router, store: EmbeddingStore, fingerprint: str, regions: SharedRegions | None = None
+    ) -> None:
         self._router = router
+        self._regions = regions or SharedRegions(may_share=False)
         self._store = store
         self._fingerprint = fingerprint
         self._sessions: dict[tuple[bytes, str], _Session] = {}
@@ -53,7 +58,7 @@ class Shipping:
         return sum(session.embedding.header.num_bytes for session in self._sessions.values())
 
     def begin(self, peer: bytes, fetch: Fetch) -> None:
-        """Answer a fetch: the header and the first chunks, or why not."""
+        """Answer a fetch: the header, and the first chunks or where the payload can be mapped; or why not."""
         try:
             embedding = self._find(fetch)
         except TandemError as error:
@@ -64,17 +69,19 @@ class Shipping:
         if (peer, fetch.fetch_id) in self._sessions:  # the receiver forgot one, as a restarted process does
             self._end(peer, fetch.fetch_id, "given_up")
         self._sessions[peer, fetch.fetch_id] = _Session(embedding, now + min(fetch.time_left_s, LONGEST_FETCH_S), now)
-        if self._router.try_send(peer, FetchReply(fetch_id=fetch.fetch_id, header=embedding.header)):
-            self._send_chunks(peer, fetch.fetch_id, fetch.credit)
-        else:
+        is_near = self._regions.is_near(fetch.host)
+        shared = embedding.region.place if is_near and embedding.region is not None else None
+        if not self._router.try_send(peer, FetchReply(fetch_id=fetch.fetch_id, header=embedding.header, shared=shared)):
             self._end(peer, fetch.fetch_id, "gone")
+        elif shared is None:
+            self._send_chunks(peer, fetch.fetch_id, fetch.credit)
 
     def renew(self, peer: bytes, credit: FetchCredit) -> None:
-        """Send more chunks, or end the fetch when the receiver gives it up."""
+        """Send more chunks, or end the fetch when the receiver has mapped the payload, or gives it up."""
         if (peer, credit.fetch_id) not in self._sessions:
             return
         if credit.chunks == 0:
-            self._end(peer, credit.fetch_id, "given_up")
+            self._end(peer, credit.fetch_id, "mapped" if credit.is_mapped else "given_up")
         else:
             self._send_chunks(peer, credit.fetch_id, credit.chunks)
 

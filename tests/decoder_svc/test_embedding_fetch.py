@@ -21,7 +21,9 @@ from common.messages import (
     FetchCredit,
     FetchReply,
     Hello,
+    SharedMemory,
 )
+from common.shared_region import SharedRegion, host_id
 from common.transport import Received, Router
 from common.wire import error_detail
 from decoder_svc.embedding_fetch import CREDIT_CHUNKS, EncoderFetcher
@@ -96,12 +98,18 @@ async def serve(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
 
 
 @asynccontextmanager
-async def fetching(script: Script, *, stall_s: float = 5.0) -> AsyncIterator[tuple[EncoderFetcher, FakeEncoder]]:
+async def fetching(
+    script: Script, *, stall_s: float = 5.0, host: str | None = None
+) -> AsyncIterator[tuple[EncoderFetcher, FakeEncoder]]:
     context = zmq.asyncio.Context()
     router = Router(context, "tcp://127.0.0.1:0", name="data", max_payload_bytes=MAX_CHUNK_BYTES)
     encoder = FakeEncoder(router, script, asyncio.Queue())
     fetcher = EncoderFetcher(
-        context, lambda: hello("decoder"), source=StaticMembers([Member((router.endpoint,))]), stall_s=stall_s
+        context,
+        lambda: hello("decoder"),
+        source=StaticMembers([Member((router.endpoint,))]),
+        stall_s=stall_s,
+        host=host,
     )
     tasks = [asyncio.create_task(encoder.run()), asyncio.create_task(fetcher.run())]
     try:
@@ -316,4 +324,83 @@ async def test_an_encoder_that_dies_in_mid_payload_fails_the_fetch_at_once() -> 
 
     async with fetching(die) as (fetcher, _), asyncio.timeout(5):
         with pytest.raises(EncoderUnavailable, match="went away"):
+            await fetcher.fetch("encoder-1", EXPECTED, 10)
+
+
+needs_sharing = pytest.mark.skipif(host_id() is None, reason="this system has no memfd or no /proc")
+
+
+def region_of(payload: bytes) -> SharedRegion:
+    region = SharedRegion(len(payload))
+    region.write(0, memoryview(payload))
+    region.seal()
+    return region
+
+
+@needs_sharing
+async def test_a_payload_in_memory_of_this_host_is_mapped() -> None:
+    region, hosts = region_of(PAYLOAD), []
+
+    async def share(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+        hosts.append(fetch.host)
+        encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=region.place))
+
+    async with fetching(share, host=host_id()) as (fetcher, encoder):
+        header, payload = await fetcher.fetch("encoder-1", EXPECTED, 10)
+        assert (header, bytes(payload)) == (HEADER, PAYLOAD)
+        assert hosts == [host_id()]
+        async with asyncio.timeout(5):
+            assert await encoder.credits.get() == FetchCredit(fetch_id="f0", chunks=0, is_mapped=True)
+        payload[0] = 7  # as memory of its own
+        assert bytes((await fetcher.fetch("encoder-1", EXPECTED, 10))[1]) == PAYLOAD
+        assert fetcher._fetches == {}
+
+
+@needs_sharing
+async def test_memory_that_cannot_be_mapped_is_sent_instead_and_not_offered_again() -> None:
+    region, hosts = region_of(PAYLOAD[:-1]), []
+
+    async def share(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+        hosts.append(fetch.host)
+        if fetch.host is None:
+            await serve(encoder, received, fetch)
+            return
+        encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=region.place))
+        credit = (await encoder.credits.get()).chunks
+        assert credit == CREDIT_CHUNKS
+        for index in range(HEADER.num_chunks):
+            while credit == 0:
+                credit += (await encoder.credits.get()).chunks
+            credit -= 1
+            encoder.chunk(received, fetch, index)
+
+    async with fetching(share, host=host_id()) as (fetcher, _):
+        for _ in range(2):
+            assert bytes((await fetcher.fetch("encoder-1", EXPECTED, 10))[1]) == PAYLOAD
+        assert hosts == [host_id(), None]
+
+
+@needs_sharing
+async def test_other_bytes_in_shared_memory_are_an_error() -> None:
+    region = region_of(PAYLOAD[::-1])
+
+    async def share(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+        encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=region.place))
+
+    async with fetching(share, host=host_id()) as (fetcher, _):
+        with pytest.raises(ProtocolError, match="checksum"):
+            await fetcher.fetch("encoder-1", EXPECTED, 10)
+
+
+async def test_memory_that_was_not_asked_for_is_not_looked_at() -> None:
+    place = SharedMemory(pid=1, fd=0, name="0" * 32)
+
+    async def share(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+        assert fetch.host is None
+        encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=place))
+        for index in range(CREDIT_CHUNKS):
+            encoder.chunk(received, fetch, index)
+
+    async with fetching(share, stall_s=0.2) as (fetcher, _):
+        with pytest.raises(EncoderUnavailable, match="sent nothing"):
             await fetcher.fetch("encoder-1", EXPECTED, 10)

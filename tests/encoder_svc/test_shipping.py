@@ -12,9 +12,11 @@ import pytest
 from common.embedding import checksum
 from common.errors import Overloaded
 from common.messages import Fetch, FetchChunk, FetchCredit, FetchReply
+from common.shared_region import host_id, map_region
 from common.transport import Dealer, Received, Router
 from encoder_svc import shipping as shipping_module
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
+from encoder_svc.shared_regions import MIN_BYTES, SharedRegions
 from encoder_svc.shipping import Shipping
 from tests.common.sockets import background, connected, eventually, hello, ipc_address, received, zmq_context
 from tests.encoder_svc.embeddings import FINGERPRINT, held, key
@@ -217,3 +219,63 @@ async def test_more_fetches_than_the_limit_are_refused_as_overload(monkeypatch: 
         assert isinstance(refused, FetchReply)
         assert refused.error is not None
         assert (refused.fetch_id, refused.error.code) == ("f2", "overloaded")
+
+
+@contextlib.asynccontextmanager
+async def near() -> AsyncIterator[Bench]:
+    """The same with an item that decoders of this host can map."""
+    with zmq_context() as context, ipc_address() as address:
+        router = Router(context, address, name="data")
+        store, regions = EmbeddingStore(2 * MIN_BYTES, 60.0), SharedRegions()
+        plain = held(1, MIN_BYTES, chunk_bytes=MIN_BYTES // 10)
+        regions.is_near(host_id())
+        region = regions.take(MIN_BYTES)
+        assert region is not None
+        region.write(0, plain.payload)
+        item = HeldEmbedding(plain.header, region.seal(), region)
+        store.put(item)
+        shipping = Shipping(router, store, FINGERPRINT, regions)
+        decoder = Dealer(context, address, name="test-dealer", max_payload_bytes=MIN_BYTES)
+        await connected(decoder, router, hello("decoder", "d"))
+        async with background(serve(router, shipping)):
+            yield Bench(shipping, store, decoder, item)
+
+
+needs_sharing = pytest.mark.skipif(host_id() is None, reason="this system has no memfd or no /proc")
+
+
+@needs_sharing
+async def test_a_decoder_of_this_host_is_told_where_the_payload_is_and_it_stays_until_that_was_mapped() -> None:
+    async with near() as b:
+        b.fetch(16, host=host_id())
+        reply = (await received(b.decoder)).message
+        assert isinstance(reply, FetchReply)
+        assert reply.shared is not None
+        assert await b.is_quiet()
+        assert map_region(reply.shared, MIN_BYTES) == b.item.payload
+        assert b.store.leased_bytes == MIN_BYTES
+        b.decoder.send(FetchCredit(fetch_id="f1", chunks=0, is_mapped=True))
+        assert await b.is_quiet()
+        assert b.store.leased_bytes == b.shipping.bytes_in_flight == 0
+
+
+@needs_sharing
+async def test_a_decoder_that_cannot_map_gets_chunks_after_all() -> None:
+    async with near() as b:
+        b.fetch(16, host=host_id())
+        await received(b.decoder)
+        b.renew(16)
+        arrived = await b.chunks(11)
+        assert b"".join(bytes(one.payload[0]) for one in arrived) == b.item.payload
+        assert b.shipping.bytes_in_flight == 0
+
+
+@needs_sharing
+@pytest.mark.parametrize("host", [None, "0" * 32])
+async def test_a_decoder_of_another_host_gets_chunks(host: str | None) -> None:
+    async with near() as b:
+        b.fetch(16, host=host)
+        reply = (await received(b.decoder)).message
+        assert isinstance(reply, FetchReply)
+        assert reply.shared is None
+        await b.chunks(11)
