@@ -86,8 +86,9 @@ class EmbeddingStore:
         self._keys_by_request.setdefault(request_id, set()).add(key)
         return True
 
-    def reserve(self, key: str, num_bytes: int) -> None:
-        """Keep room for an item that will be put, evicting unneeded ones for it. Raises Overloaded when there is none.
+    def reserve(self, key: str, num_bytes: int, retry_after_s: float = 1.0) -> None:
+        """Keep room for an item that will be put, evicting unneeded ones for it. Raises Overloaded when there is none,
+        with the hint to come back after `retry_after_s`.
 
         An item larger than the whole budget gets room when nothing else needs any.
         """
@@ -99,7 +100,7 @@ class EmbeddingStore:
             raise Overloaded(
                 f"the encoder holds {taken} bytes that requests still need, of {self._budget_bytes}, "
                 f"and has no room for {num_bytes} more: try again later",
-                retry_after_s=1.0,
+                retry_after_s=retry_after_s,
             )
         self._reserved[key] = num_bytes
         self.reserved_bytes += num_bytes

@@ -186,18 +186,19 @@ class EncodePipeline:
 
     def _start(self, request: EncodeRequest, source: memoryview) -> _Flight:
         flight = _Flight(num_patches(request.expected_grid), len(source))
-        self._admit(flight)
-        self._store.reserve(request.key, self._bytes_of(request.expected_grid))
+        # What is queued takes so long at the measured rate, and what it leads to is fetched and released afterwards.
+        retry_after_s = max(1.0, self.queued_patches / max(self._runner.patches_per_s, 1.0))
+        self._admit(flight, retry_after_s)
+        self._store.reserve(request.key, self._bytes_of(request.expected_grid), retry_after_s)
         self._count(flight, 1)
         flight.task = asyncio.create_task(self._encode(flight, request, source), name="encode")
         self._flights[request.key] = flight
         flight.task.add_done_callback(lambda task: self._finish(request.key, flight))
         return flight
 
-    def _admit(self, flight: _Flight) -> None:
+    def _admit(self, flight: _Flight, retry_after_s: float) -> None:
         """Refuse what exceeds the queue; an item that is larger than all of it is taken when it is alone."""
         limits = self._queue_limits
-        retry_after_s = max(1.0, self.queued_patches / max(self._runner.patches_per_s, 1.0))
         if self.queued_patches and self.queued_patches + flight.patches > limits.max_patches:
             raise Overloaded(
                 f"{self.queued_patches} patches wait in this encoder, the limit is {limits.max_patches}: retry",

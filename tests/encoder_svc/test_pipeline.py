@@ -328,6 +328,17 @@ async def test_a_store_full_of_leases_refuses_and_recovers() -> None:
         bench.assert_idle()
 
 
+async def test_a_store_full_of_what_is_coming_says_when_it_will_have_come() -> None:
+    async with running(is_open=False, budget_bytes=2048) as bench:
+        tasks = [bench.start(number) for number in range(2)]
+        await eventually(lambda: bench.runner.batches)
+        with pytest.raises(Overloaded, match="requests still need") as caught:
+            await bench.start(2)
+        assert caught.value.retry_after_s == 2 * PATCHES / 100
+        bench.runner.gate.set()
+        await asyncio.gather(*tasks)
+
+
 async def test_items_of_one_batch_do_not_evict_each_other_before_they_are_leased() -> None:
     async with running(is_open=False, budget_bytes=3072) as bench:
         first = bench.start(0)
