@@ -1,17 +1,20 @@
-"""An encoder under its heaviest work: do probes and small pictures still get through, and does its memory stay flat?
+"""An encoder under its heaviest work: do probes and small pictures still get through, and is its memory bounded?
 
     python -m benchmarks.bench_calm [--model FOLDER] [--frames 256] [--images 2000]
 
 An encoder process on one core encodes a video of 256x256 again and again. Meanwhile `/health` is asked 20 times a
 second, and small pictures are encoded one after another, which were timed alone before. Then thousands of different
-pictures pass through it, and its resident memory is compared with what it was after the first ones. All by wall clock
-in one run. Last line: one JSON object, each value the limit divided by what was measured; exit code 1 below 1.
+pictures pass through it, and its resident memory is compared with what it was after the first ones. At last it gets
+more pictures at once than a batch holds: the most that it then has in memory is compared with what one full batch takes
+in a process that has nothing but the tower, and the embeddings that it may hold. All by wall clock in one run. Last
+line: one JSON object, each value the limit divided by what was measured; exit code 1 below 1.
 """
 
 import argparse
 import asyncio
 import contextlib
 import io
+import multiprocessing
 import os
 import secrets
 import statistics
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -26,17 +30,20 @@ from pathlib import Path
 import av
 import httpx
 import numpy as np
+import torch
 import zmq.asyncio
 
-from benchmarks.bench_encoder import checkpoint, jpeg
 from benchmarks.bench_pipeline import PATIENCE_S, Client
+from benchmarks.bench_vl import checkpoint, jpeg
 from benchmarks.side_by_side import affinity, verdict
 from common.link import Link
 from common.messages import EncodeRequest, Hello, MediaOptions, Modality, ProbeReply, ProbeRequest, Release
 from common.processor_config import ProcessorConfig
 from common.transport import Dealer
-from common.vision_grid import Grid
+from common.vision_grid import Grid, num_patches
 from deploy.local import free_port
+from encoder_svc.config import EncoderSettings
+from encoder_svc.model.weights import load_vision_tower
 from encoder_svc.preprocess import read_image
 
 SIDE, SMALL = 256, 224
@@ -44,7 +51,11 @@ NUM_SMALL = 200  # so that one in a hundred is more than the slowest
 PROBES_PER_S = 20
 HEALTH_P99_S, HEALTH_WORST_S = 0.05, 0.25
 FIRST_IMAGES, MAX_GROWTH = 500, 1.05
-TARGETS = dict.fromkeys(("health_p99", "health_worst", "small_images_p99", "memory"), 1.0)
+HOLD_BYTES = 64 << 20
+BATCH_PATCHES = EncoderSettings.max_patches_per_batch
+BATCH_SIDE = 448
+MAX_PEAK = 1.5
+TARGETS = dict.fromkeys(("health_p99", "health_worst", "small_images_p99", "memory_growth", "memory_peak"), 1.0)
 
 
 def video(num_frames: int) -> bytes:
@@ -59,6 +70,17 @@ def video(num_frames: int) -> bytes:
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
     return buffer.getvalue()
+
+
+def resident_bytes(pid: int, field: str = "VmRSS") -> int:
+    """What a process has in memory, or with "VmHWM" the most that it had since `forget_peak`."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) << 10
+
+
+def forget_peak(pid: int) -> None:
+    """Count the most that a process has in memory anew."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 @dataclass
@@ -105,19 +127,19 @@ class Encoder:
 
     def resident_bytes(self) -> int:
         """What the process has in memory."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes(self.process.pid)
 
 
 @contextlib.asynccontextmanager
-async def encoder(model: Path, core: int) -> AsyncIterator[Encoder]:
-    """An encoder process on one core, ready."""
+async def encoder(model: Path, core: int, *more: str) -> AsyncIterator[Encoder]:
+    """An encoder process on one core, ready; `more` are flags."""
     with tempfile.TemporaryDirectory(prefix="tdm") as folder:
         addresses = {name: f"ipc://{folder}/{name}" for name in ("control", "data")}
         port = free_port()
         options = ["--model", str(model), "--served-model-name", "bench", "--device", "cpu", "--threads", "1"]
         options += ["--control-endpoint", addresses["control"], "--data-endpoint", addresses["data"]]
-        options += ["--http-port", str(port), "--preprocess-threads", "1", "--hold-bytes", str(64 << 20)]
-        options += ["--dtype", "bfloat16", "--log-level", "warning"]
+        options += ["--http-port", str(port), "--preprocess-threads", "1", "--hold-bytes", str(HOLD_BYTES)]
+        options += ["--dtype", "bfloat16", "--log-level", "warning", *more]
         process = await asyncio.create_subprocess_exec(
             *("taskset", "-c", str(core), sys.executable, "-m", "encoder_svc", *options),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -230,15 +252,50 @@ async def growth(to: Encoder, processor: ProcessorConfig, num_images: int) -> fl
     return MAX_GROWTH / (last / first)
 
 
-async def bench(model: Path, num_frames: int, num_images: int) -> int:
-    """Print the table; 1 when a limit is exceeded."""
+def one_batch_alone(model: Path) -> int:
+    """In a process of its own that loads the tower: bytes that a full batch adds at most."""
+    torch.set_num_threads(1)
+    processor = ProcessorConfig.load(model)
+    tower = load_vision_tower(model, dtype=torch.bfloat16, device="cpu", processor=processor)
+    prepared = read_image(jpeg(BATCH_SIDE, BATCH_SIDE), processor)
+    items = [prepared] * (BATCH_PATCHES // num_patches(prepared.grid_thw))
+    loaded = resident_bytes(os.getpid())
+    forget_peak(os.getpid())
+    with torch.inference_mode():
+        tower([torch.from_numpy(item.pixel_values.copy()) for item in items], [item.grid_thw for item in items])
+    return resident_bytes(os.getpid(), "VmHWM") - loaded
+
+
+async def peak(to: Encoder, processor: ProcessorConfig, model: Path) -> float:
+    """Of an encoder that has computed nothing yet: the limit of what it has in memory above its weights, with more than
+    enough to do, divided by that."""
+    loaded = to.resident_bytes()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        activations = alone.submit(one_batch_alone, model).result()
+    picture = jpeg(BATCH_SIDE, BATCH_SIDE)
+    grid = read_image(picture, processor).grid_thw
+    forget_peak(to.process.pid)
+    count = 4 * BATCH_PATCHES // num_patches(grid)
+    await asyncio.gather(*(to.encode(picture, grid, "image", MediaOptions()) for _ in range(count)))
+    most = resident_bytes(to.process.pid, "VmHWM") - loaded
+    print(
+        f"one full batch alone takes {activations >> 20} MiB, {HOLD_BYTES >> 20} MiB may be held; the encoder with "
+        f"{count} pictures of {BATCH_SIDE}x{BATCH_SIDE} at once has at most {most >> 20} MiB above its weights"
+    )
+    return MAX_PEAK * (activations + HOLD_BYTES) / most
+
+
+async def bench(model: Path, num_frames: int = 256, num_images: int = 2000) -> dict[str, float]:
+    """Print the table; gives the ratios of `TARGETS`."""
     cores = affinity()
     print(f"encoder on core {cores[0]}, one compute thread, bfloat16; this client on {cores}")
     processor = ProcessorConfig.load(model)
     async with encoder(model, cores[0]) as to:
         ratios = await beside_a_video(to, processor, num_frames)
-        ratios["memory"] = await growth(to, processor, num_images)
-    return verdict(ratios, TARGETS)
+        ratios["memory_growth"] = await growth(to, processor, num_images)
+    async with encoder(model, cores[0], "--warm-up-s", "0") as to:
+        ratios["memory_peak"] = await peak(to, processor, model)
+    return ratios
 
 
 def main() -> int:
@@ -249,7 +306,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=2000)
     arguments = parser.parse_args()
     with checkpoint(arguments.model) as model:
-        return asyncio.run(bench(model, arguments.frames, arguments.images))
+        return verdict(asyncio.run(bench(model, arguments.frames, arguments.images)), TARGETS)
 
 
 if __name__ == "__main__":

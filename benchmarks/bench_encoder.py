@@ -4,10 +4,11 @@
 
 The forward of the vision tower on one large image and on eight smaller ones, each from what the side's own
 preprocessing gives: bytes of pixels here, normalised patches in the compute dtype there. Then JPEG bytes to what the
-tower takes, against the PIL processor. Then the whole encoder process and transport, as `bench_pipeline` and
-`bench_transport` say. Asserts that outputs agree: with transformers' float32 tower no worse than its own in the dtype,
-and pixels to the bit. Without `--model` it builds bench-vl. Thread counts above the cores that the process may use are
-left out. Last line: one JSON object of ratios; exit code 1 when one falls short.
+tower takes, against the PIL processor. Then the whole encoder process, transport, and an encoder under its heaviest
+work, as `bench_pipeline`, `bench_transport` and `bench_calm` say. Asserts that outputs agree: with transformers'
+float32 tower no worse than its own in the dtype, and pixels to the bit. Without `--model` it builds bench-vl. Thread
+counts above the cores that the process may use are left out. Last line: one JSON object of ratios; exit code 1 when one
+falls short.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from benchmarks import bench_pipeline, bench_transport
+from benchmarks import bench_calm, bench_pipeline, bench_transport
 from benchmarks.bench_vl import checkpoint, jpeg
 from benchmarks.side_by_side import CLOCKS, Clock, affinity, alternate, seconds, verdict
 from common.messages import Grid
@@ -185,6 +186,10 @@ def main() -> int:
     print("\nTransport")
     ratios |= asyncio.run(bench_transport.bench(max(options.rounds, 9)))
     targets |= bench_transport.TARGETS
+    print("\nUnder load")
+    with checkpoint(options.model) as model:
+        ratios |= asyncio.run(bench_calm.bench(model))
+    targets |= bench_calm.TARGETS
     return verdict(ratios, targets)
 
 
