@@ -1,4 +1,4 @@
-"""How a token is chosen from adjusted logits: the most likely one, or one drawn from the filtered distribution.
+"""How a token is drawn from adjusted logits: one of the filtered distribution, instead of the most likely one.
 
 Owns the filters and the randomness, which is keyed by (seed, choice, position): a stream that is resumed elsewhere
 gives the same tokens. Rows are grouped by what they need, and no row's token depends on who else is in its group. Runs
@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoder_svc.sequence import Sequence
+from decoder_svc.sequence import GREEDY_BELOW, Sequence
 from decoder_svc.transfers import index_on, to_device
 
-# Temperatures that leave only the most likely token, as in vLLM.
-GREEDY_BELOW = 1e-5
 
+def draw_others(chosen: Tensor, scores: Tensor, sequences: Seq[Sequence]) -> None:
+    """Put a drawn token in place of the most likely one where a sequence asks for it.
 
-def choose(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """One token id [R] int64 for each row of `scores` [R, vocab] float32. Rows may hold NaN; their token is any."""
-    chosen = _most_likely(scores)
+    chosen  [R] int64           the most likely token of each row, in place
+    scores  [R, vocab] float32  rows may hold NaN; their token is any
+    """
     groups: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         if sequence.sampling.temperature > GREEDY_BELOW:
@@ -33,14 +33,6 @@ def choose(scores: Tensor, sequences: Seq[Sequence]) -> Tensor:
             chosen[index] = _draw_unfiltered(scores[index], drawn)
         else:
             chosen[index] = _draw_filtered(*_best(scores[index], num_candidates), drawn)
-    return chosen
-
-
-def _most_likely(scores: Tensor) -> Tensor:
-    """The id [R] int64 of the largest score of each row [R, vocab], the lowest of equals."""
-    if scores.device.type == "cpu":  # NumPy takes a twentieth of torch's time for it
-        return torch.from_numpy(scores.numpy().argmax(axis=1))
-    return scores.argmax(dim=1)
 
 
 def _num_candidates(sequence: Sequence, vocab_size: int) -> int:

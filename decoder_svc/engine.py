@@ -104,7 +104,7 @@ class Engine:
             max_model_len=limits.max_model_len,
             has_media=self.pool.__contains__,
         )
-        self._runner = StepRunner(model, kv_cache, Sampler(eos_token_ids), self.pool.tensors, graphs)
+        self._runner = StepRunner(model, kv_cache, Sampler(eos_token_ids, model.kernels), self.pool.tensors, graphs)
         self._metrics = EngineMetrics(self.scheduler, self.blocks)
         self._wanted: dict[Sequence, set[str]] = {}  # asked for and not arrived, of those that have media
         self._first_in_need: str | None = None

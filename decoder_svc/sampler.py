@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.messages import TokenLogprobs
-from decoder_svc.draw import choose
+from decoder_svc.draw import draw_others
 from decoder_svc.grammar_masks import GrammarMasks
+from decoder_svc.model.kernels import Kernels
 from decoder_svc.sequence import Sequence
 from decoder_svc.transfers import Readback, index_on, to_device
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A chosen token. It is not to be trusted when the row's logits were unusable, or when no token was possible."""
 
     token_id: int
@@ -39,12 +40,12 @@ class Drawn:
     """Tokens that were chosen on the device.
 
     token_ids  [R] int64         there
-    state      part of a readback [R, 3]: the token, whether its row is finite, whether it is possible
+    state      parts of a readback [R]: the token, whether its row is finite, whether it is possible
     logprobs   part of a readback [W, 1 + 2k] of the rows of `wanted`, or None
     """
 
     token_ids: Tensor
-    state: int
+    state: tuple[int, int, int]
     logprobs: int | None
     wanted: dict[int, int]
 
@@ -57,24 +58,27 @@ class Drawn:
                 row: token_logprobs(values, count)
                 for (row, count), values in zip(self.wanted.items(), rows, strict=True)
             }
+        columns = (parts[part].tolist() for part in self.state)
         return [
-            SampledToken(int(token), is_finite=bool(is_finite), is_possible=bool(is_possible), logprobs=found.get(row))
-            for row, (token, is_finite, is_possible) in enumerate(parts[self.state].tolist())
+            SampledToken(int(token), bool(is_finite), found.get(row), bool(is_possible))
+            for row, (token, is_finite, is_possible) in enumerate(zip(*columns, strict=True))
         ]
 
 
 class Sampler:
     """Chooses the next token of each sequence."""
 
-    def __init__(self, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, eos_token_ids: Seq[int], kernels: Kernels) -> None:
         self._eos_token_ids = list(eos_token_ids)
+        self._kernels = kernels
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, sequences: Seq[Sequence], masks: GrammarMasks | None, readback: Readback) -> Drawn:
         """One token for each row of `logits` [R, vocab], any float dtype; float32 ones are overwritten."""
+        chosen, is_finite = self._kernels.most_likely(logits)
+        if masks is None and all(sequence.takes_most_likely for sequence in sequences):
+            return Drawn(chosen, _add_state(readback, chosen, is_finite, is_finite), None, {})
         scores = logits.float()
-        # NaN is the largest and the smallest of a row that has one; looking at each number takes ten times as long.
-        is_finite = torch.isfinite(scores.amax(dim=1)) & torch.isfinite(scores.amin(dim=1))
         counts = [sequence.sampling.num_logprobs for sequence in sequences]
         wanted = {row: count for row, count in enumerate(counts) if count is not None}
         rows = index_on(list(wanted), scores.device)
@@ -82,11 +86,12 @@ class Sampler:
         is_adjusted = self._adjust(scores, sequences)
         if masks is not None:
             masks.apply(scores)
-        chosen = choose(scores, sequences)
+        chosen, _ = self._kernels.most_likely(scores)
+        draw_others(chosen, scores, sequences)
         is_possible = is_finite
         if is_adjusted or masks is not None:
             is_possible = scores.gather(1, chosen[:, None]).squeeze(1) > -torch.inf
-        state = readback.add(torch.stack([chosen.double(), is_finite.double(), is_possible.double()], dim=1))
+        state = _add_state(readback, chosen, is_finite, is_possible)
         logprobs = None
         if raw is not None:
             logprobs = readback.add(logprobs_of(raw, chosen.index_select(0, rows), max(wanted.values())))
@@ -126,6 +131,11 @@ class Sampler:
         for *beginning, last in sampling.bad_words_ids:
             if not beginning or output[-len(beginning) :] == beginning:
                 yield last
+
+
+def _add_state(readback: Readback, *columns: Tensor) -> tuple[int, int, int]:
+    token, is_finite, is_possible = (readback.add(column) for column in columns)
+    return token, is_finite, is_possible
 
 
 def _penalise_repetition(scores: Tensor, seen: NDArray[np.int64], penalty: float) -> None:

@@ -17,6 +17,9 @@ from common.messages import GenerateRequest, MediaItem, SamplingParams, TokenLog
 from decoder_svc.grammar import GrammarState
 from decoder_svc.positions import MediaSpan, mrope_positions
 
+# Temperatures that leave only the most likely token, as in vLLM.
+GREEDY_BELOW = 1e-5
+
 
 @dataclass(frozen=True)
 class VisionSpan:
@@ -102,6 +105,25 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt alone."""
         return len(self.prompt.token_ids)
+
+    @cached_property
+    def takes_most_likely(self) -> bool:
+        """Whether each token is the model's most likely one, with nothing to adjust before and no more to tell of it.
+
+        A grammar is not looked at.
+        """
+        sampling = self.sampling
+        is_adjusted = (
+            sampling.repetition_penalty != 1.0
+            or sampling.frequency_penalty
+            or sampling.presence_penalty
+            or sampling.logit_bias
+            or sampling.allowed_token_ids is not None
+            or sampling.min_tokens
+            or sampling.ignore_eos
+            or sampling.bad_words_ids
+        )
+        return sampling.temperature <= GREEDY_BELOW and sampling.num_logprobs is None and not is_adjusted
 
     @property
     def num_output_tokens(self) -> int:

@@ -6,7 +6,6 @@ it. A step may be launched before the one before is read: it takes its tokens fr
 are known here too, since penalties and grammars depend on them. Runs in the engine thread.
 """
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -122,7 +121,7 @@ class StepRunner:
         if step.embeddings is None:
             return sampled
         return [
-            dataclasses.replace(token, embedding=embedding) if sequence.is_pooled else token
+            token._replace(embedding=embedding) if sequence.is_pooled else token
             for sequence, token, embedding in zip(step.sequences, sampled, parts[step.embeddings].tolist(), strict=True)
         ]
 

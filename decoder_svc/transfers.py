@@ -33,7 +33,7 @@ class Readback:
 
     def __init__(self, device: torch.device) -> None:
         self._parts: list[Tensor] = []
-        self._host = torch.empty(0, dtype=torch.float64)
+        self._host: list[Tensor] = []
         self._began = _mark() if device.type == "cuda" else None
         self._arrived: torch.cuda.Event | None = None
 
@@ -44,20 +44,24 @@ class Readback:
 
     def start(self) -> None:
         """Begin the copy, as float64, which holds token ids and log probabilities alike."""
+        if self._began is None:
+            self._host = self._parts
+            return
         if self._parts:
-            flat = torch.cat([part.detach().reshape(-1).double() for part in self._parts])
-            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True) if flat.is_cuda else flat
-            if flat.is_cuda:
-                self._host.copy_(flat, non_blocking=True)
-        if self._began is not None:
-            self._arrived = _mark()
+            flat = torch.cat([part.reshape(-1).double() for part in self._parts])
+            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+            pieces = torch.split(host, [part.numel() for part in self._parts])
+            self._host = [piece.view(part.shape) for piece, part in zip(pieces, self._parts, strict=True)]
+        self._arrived = _mark()
 
     def wait(self) -> list[Tensor]:
-        """All parts on the host, each in its shape, float64; returns when the step has run, also without any."""
+        """All parts on the host, each in its shape; returns when the step has run, also without any.
+
+        What was copied is float64.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
-        pieces = torch.split(self._host, [part.numel() for part in self._parts]) if self._parts else ()
-        return [piece.view(part.shape) for piece, part in zip(pieces, self._parts, strict=True)]
+        return self._host
 
     @property
     def device_s(self) -> float | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.messages import SamplingParams
+from decoder_svc.model.kernels import select_kernels
 from decoder_svc.prompt_logprobs import PromptLogprobs
 from decoder_svc.sampler import SampledToken, Sampler
 from decoder_svc.scheduler import Chunk
@@ -18,6 +19,7 @@ from tests.decoder_svc.requests import sequence_of
 from tests.decoder_svc.sampling import sample_with
 
 EOS = 4
+KERNELS = select_kernels("cpu")
 # Probabilities 0.5, 0.25, 0.125, 0.0625, 0.0625 of tokens 0 to 4.
 HALVES = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
 DRAWS = 1500
@@ -29,7 +31,7 @@ def sequence(output: list[int] | None = None, prompt: list[int] | None = None, *
 
 
 def sample(logits: Tensor, *sequences: Sequence, eos: tuple[int, ...] = (EOS,)) -> list[SampledToken]:
-    return sample_with(Sampler(eos), logits.expand(len(sequences), -1).clone(), sequences)
+    return sample_with(Sampler(eos, KERNELS), logits.expand(len(sequences), -1).clone(), sequences)
 
 
 def token(logits: Tensor, drawn: Sequence) -> int:
@@ -53,6 +55,15 @@ def check_distribution(found: dict[int, float], expected: dict[int, float], num_
 def test_zero_temperature_takes_the_most_likely_and_the_first_of_equals() -> None:
     assert token(HALVES, sequence()) == 0
     assert token(torch.tensor([1.0, 3.0, 3.0]), sequence(prompt=[0])) == 1
+
+
+def test_a_greedy_row_takes_the_same_token_alone_and_beside_rows_that_are_adjusted_or_drawn() -> None:
+    plain = sequence()
+    mates = [sequence(temperature=1.0), sequence(logit_bias={3: 9.0}), sequence(num_logprobs=1), sequence(min_tokens=5)]
+    assert plain.takes_most_likely
+    assert not any(mate.takes_most_likely for mate in mates)
+    for mate in mates:
+        assert sample(HALVES, mate, plain, eos=(0,))[1] == sample(HALVES, plain)[0]
 
 
 def test_a_tiny_temperature_is_greedy_and_never_overflows() -> None:
@@ -187,7 +198,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_touches_no_other(bad: float) ->
     rows = HALVES.repeat(3, 1)
     rows[1, 2] = bad
     drawn = [sequence(temperature=1.0, seed=seed) for seed in range(3)]
-    results = sample_with(Sampler([EOS]), rows, drawn)
+    results = sample_with(Sampler([EOS], KERNELS), rows, drawn)
     assert [result.is_finite for result in results] == [True, False, True]
     assert [results[0], results[2]] == sample(HALVES, drawn[0], drawn[2])
 
@@ -196,8 +207,13 @@ def test_half_precision_logits_and_inference_tensors_are_adjusted_too() -> None:
     with torch.inference_mode():
         as_from_model = torch.tensor([[3.0, 2.0, 1.0]])
     penalised = sequence(output=[0], presence_penalty=2.5)
-    assert sample_with(Sampler([]), as_from_model, [penalised])[0].token_id == 1
-    assert sample_with(Sampler([]), torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.bfloat16), [penalised])[0].token_id == 1
+    assert sample_with(Sampler([], KERNELS), as_from_model, [penalised])[0].token_id == 1
+    assert (
+        sample_with(Sampler([], KERNELS), torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.bfloat16), [penalised])[
+            0
+        ].token_id
+        == 1
+    )
 
 
 def test_only_allowed_tokens_come_whatever_their_scores() -> None:

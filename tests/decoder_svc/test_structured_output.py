@@ -12,6 +12,7 @@ import torch
 from common.messages import GenerateRequest, SamplingParams
 from decoder_svc.grammar import GrammarKind
 from decoder_svc.grammar_masks import GrammarMasker
+from decoder_svc.model.kernels import select_kernels
 from decoder_svc.sampler import Sampler
 from tests.decoder_svc.engines import Driver, World, driver, make_engine, request_of, solo
 from tests.decoder_svc.grammars import EOS_ID, VOCAB_SIZE, compiler, ids_of, schema_text, text_of, varied_schema
@@ -43,7 +44,7 @@ def answer(world: World, sampling: SamplingParams, **fields: object) -> Driver:
 
 def drawn_answers(texts: list[str], num_steps: int) -> list[list[int] | None]:
     """Answers in JSON schemas, drawn from random logits; None for those that do not end."""
-    masker, sampler = GrammarMasker(VOCAB_SIZE), Sampler([EOS_ID])
+    masker, sampler = GrammarMasker(VOCAB_SIZE), Sampler([EOS_ID], select_kernels("cpu"))
     states = [compiler().compile("json_schema", text).begin([]) for text in texts]
     sequences = [sequence_of([1], sampling=sampling_of("json_schema", t, seed=i)) for i, t in enumerate(texts)]
     generator = torch.Generator().manual_seed(len(texts))
@@ -173,6 +174,7 @@ class WaitingModel(torch.nn.Module):
         super().__init__()
         self.inner, self.masks_are_there = model, masks_are_there
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
+        self.kernels = model.kernels
         self.num_waits = 0
 
     def forward(self, model_input: object, kv_cache: object) -> object:

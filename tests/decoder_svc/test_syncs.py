@@ -68,9 +68,10 @@ def num_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert all(part.device == META for part in parts)
         if parts:
             reads.append(len(parts))
-        readback._host = torch.tensor(
-            [float(chance.randrange(1, 200)) for part in parts for _ in range(part.numel())], dtype=torch.float64
-        )
+        readback._host = [
+            torch.tensor([float(chance.randrange(1, 200)) for _ in range(part.numel())]).view(part.shape)
+            for part in parts
+        ]
 
     monkeypatch.setattr(transfers.Readback, "start", start)
     return reads
@@ -115,7 +116,7 @@ def test_each_step_reads_back_once_and_waits_for_nothing_else(
             run.step()
         assert len(num_reads) - before <= 1
         most_parts = max([most_parts, *num_reads[before:]])
-    assert most_parts >= 3, "tokens, log probabilities and others came in one copy"
+    assert most_parts > 3, "tokens, log probabilities and others came in one copy"
     assert not copies.found
     assert all(run.ends[f"r{number}", 0].error is None for number in range(5))
     assert run.ends["pooled", 0].embedding is not None

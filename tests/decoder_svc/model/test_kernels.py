@@ -1,6 +1,7 @@
 """The compiled kernels against torch's form of each operation, and packed linear layers against plain ones."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from decoder_svc.model import linear
 from decoder_svc.model.amx import amx_library
 from decoder_svc.model.kernels import (
     Heads,
+    Kernels,
     NativeKernels,
     TorchCompiledKernels,
     TorchKernels,
@@ -105,6 +107,47 @@ def test_rounding_to_bfloat16_is_to_nearest_even() -> None:
     expected = hidden + delta
     native().rms_norm(hidden, torch.ones(16, dtype=torch.bfloat16), 1e-6, delta)
     assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 64, 129, 700])
+@pytest.mark.parametrize("form", [pytest.param(native, marks=compiled), TorchKernels], ids=["compiled", "torch"])
+def test_the_most_likely_is_the_first_of_the_largest_wherever_it_stands(
+    form: Callable[[], Kernels], size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(size)
+    some_equal = torch.randint(-3, 4, (40, size)).to(dtype)
+    largest = torch.full((size, size), -2.0).fill_diagonal_(-1.0).to(dtype)
+    zeros = torch.zeros(2, size, dtype=dtype)
+    zeros[1, 0] = -0.0
+    logits = torch.cat([some_equal, largest, zeros, torch.randn(3, size).to(dtype) * 1e30])
+    places, is_finite = form().most_likely(logits)
+    assert places.tolist() == logits.double().argmax(dim=1).tolist()
+    assert places.dtype == torch.int64
+    assert is_finite.all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", [pytest.param(native, marks=compiled), TorchKernels], ids=["compiled", "torch"])
+def test_a_row_with_one_number_that_is_not_finite_is_told(
+    form: Callable[[], Kernels], bad: float, dtype: torch.dtype
+) -> None:
+    size = 150
+    logits = torch.randn(size + 2, size).to(dtype).fill_diagonal_(bad)
+    logits[size + 1] = bad
+    places, is_finite = form().most_likely(logits)
+    assert is_finite.tolist() == [False] * size + [True, False]
+    assert places.min() >= 0
+    assert places.max() < size
+
+
+@compiled
+def test_rows_that_are_not_dense_or_in_another_dtype_take_the_torch_path() -> None:
+    wide = torch.randn(4, 100)
+    expected = wide[:, :70].argmax(dim=1)
+    assert torch.equal(native().most_likely(wide[:, :70])[0], expected)
+    assert torch.equal(native().most_likely(wide[:, :70].double())[0], expected)
 
 
 def test_without_a_library_or_on_another_device_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
