@@ -37,6 +37,12 @@ BACKLOG_SECONDS = Gauge("tandem_decoder_backlog_seconds", "Time that prompts whi
 IDLE_SHARE = Gauge("tandem_decoder_device_idle_share", "Share of the last seconds in which no step ran on the device")
 LEAKED = Gauge("tandem_decoder_leaked", "What an idle decoder still holds and should not", ["kind"])
 
+# Looked up once: finding a label's child takes as long as counting.
+_DECODED, _PREFILLED = TOKENS.labels("decode"), TOKENS.labels("prefill")
+_DECODING, _PREFILLING = STEP_SEQUENCES.labels("decode"), STEP_SEQUENCES.labels("prefill")
+_KV_USED, _KV_FREE, _KV_CACHED = (KV_BLOCKS.labels(state) for state in ("used", "free", "cached"))
+_PREFIX_HIT, _PREFIX_MISS = PREFIX_TOKENS.labels("hit"), PREFIX_TOKENS.labels("miss")
+
 IDLE_WINDOW_S = 5.0
 
 
@@ -57,10 +63,10 @@ class EngineMetrics:
         decoded = sum(1 for chunk in chunks if chunk.num_tokens == 1)
         STEP_SECONDS.observe(seconds)
         STEP_TOKENS.observe(num_tokens)
-        STEP_SEQUENCES.labels("decode").observe(decoded)
-        STEP_SEQUENCES.labels("prefill").observe(len(chunks) - decoded)
-        TOKENS.labels("decode").inc(decoded)
-        TOKENS.labels("prefill").inc(num_tokens - decoded)
+        _DECODING.observe(decoded)
+        _PREFILLING.observe(len(chunks) - decoded)
+        _DECODED.inc(decoded)
+        _PREFILLED.inc(num_tokens - decoded)
         self._busy_s += seconds
         if num_tokens > decoded:
             self._prefill.add(num_tokens - decoded, seconds)
@@ -72,14 +78,14 @@ class EngineMetrics:
         RUNNING.set(len(scheduler.running))
         WAITING.set(len(scheduler.waiting))
         WAITING_FOR_MEDIA.set(num_waiting_for_media)
-        KV_BLOCKS.labels("used").set(blocks.num_used)
-        KV_BLOCKS.labels("free").set(blocks.num_free)
-        KV_BLOCKS.labels("cached").set(blocks.num_cached)
+        _KV_USED.set(blocks.num_used)
+        _KV_FREE.set(blocks.num_free)
+        _KV_CACHED.set(blocks.num_cached)
         self._advance(PREEMPTIONS, "preemptions", scheduler.num_preemptions)
         self._advance(KV_EVICTIONS, "evictions", blocks.num_evicted)
         misses = scheduler.num_prefix_tokens - scheduler.num_prefix_hit_tokens
-        self._advance(PREFIX_TOKENS.labels("hit"), "hit", scheduler.num_prefix_hit_tokens)
-        self._advance(PREFIX_TOKENS.labels("miss"), "miss", misses)
+        self._advance(_PREFIX_HIT, "hit", scheduler.num_prefix_hit_tokens)
+        self._advance(_PREFIX_MISS, "miss", misses)
 
     def measure_backlog(self) -> float:
         """Seconds that queued prompts take at the rate of steps like those before."""
@@ -101,5 +107,6 @@ class EngineMetrics:
         LEAKED.labels("embedding_needs").set(needs)
 
     def _advance(self, counter: Counter, name: str, value: int) -> None:
-        counter.inc(value - self._counted.get(name, 0))
-        self._counted[name] = value
+        if advance := value - self._counted.get(name, 0):
+            counter.inc(advance)
+            self._counted[name] = value
