@@ -100,14 +100,16 @@ class StepRunner:
         step.prompt_logprobs = PromptLogprobs.of(step.chunks, step.logits, step.readback)
         rows = token_rows(step.chunks)
         live = [(row, s) for row, s in zip(rows, step.sequences, strict=True) if not s.is_ended]
-        step.sequences = [sequence for _, sequence in live]
+        logits, hidden = step.logits, step.hidden
+        if len(live) < len(logits):
+            index = index_on([row for row, _ in live], logits.device)
+            logits = logits.index_select(0, index)
+            hidden = None if hidden is None else hidden.index_select(0, index)
+            step.sequences = [sequence for _, sequence in live]
         if live:
-            index = index_on([row for row, _ in live], step.logits.device)
-            logits = step.logits if len(live) == len(step.logits) else step.logits.index_select(0, index)
             step.drawn = self.sampler.draw(logits, step.sequences, step.masks, step.readback)
-            if step.hidden is not None:
-                vectors = F.normalize(step.hidden.index_select(0, index).float(), dim=1)
-                step.embeddings = step.readback.add(vectors)
+            if hidden is not None:
+                step.embeddings = step.readback.add(F.normalize(hidden.float(), dim=1))
         step.readback.start()
 
     def read(self, step: Step) -> list[SampledToken]:
