@@ -23,32 +23,26 @@ MAX_OVERTAKEN = 64
 MAX_PROMPT_LOGPROB_ROWS = 256
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Chunk:
-    """Tokens `[start, start + num_tokens)` of a sequence run in this step.
+    """Tokens `[start, end)` of a sequence run in this step. Nobody changes it.
 
     `gives_token`: it reaches what was the newest token when it was scheduled, so that a next one can be sampled.
+    `num_prompt_rows`: of how many tokens, from the first, logits are wanted for the log probabilities of the prompt.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    end: int = field(init=False)
     gives_token: bool = field(init=False)
+    num_prompt_rows: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gives_token", self.end == self.sequence.num_tokens)
-
-    @property
-    def end(self) -> int:
-        """First token that does not run."""
-        return self.start + self.num_tokens
-
-    @property
-    def num_prompt_rows(self) -> int:
-        """Tokens, from the first of the chunk, whose logits are wanted for the log probabilities of the prompt."""
-        if self.sequence.prompt_logprobs is None:
-            return 0
-        return max(0, min(self.end, self.sequence.num_prompt_tokens - 1) - self.start)
+        self.end = self.start + self.num_tokens
+        self.gives_token = self.end == self.sequence.num_tokens
+        if self.sequence.prompt_logprobs is not None:
+            self.num_prompt_rows = max(0, min(self.end, self.sequence.num_prompt_tokens - 1) - self.start)
 
 
 @dataclass
@@ -153,7 +147,7 @@ class Scheduler:
         preemptions_before = self.num_preemptions
         has_room = True
         for sequence in sorted(self.running, key=lambda s: (not s.is_decoding, s.priority)):
-            if sequence in self.running:
+            if self.num_preemptions == preemptions_before or sequence in self.running:
                 has_room &= self._add_chunk(sequence, step)
         if self.waiting:
             step.being_computed |= self._in_launched()
@@ -163,6 +157,8 @@ class Scheduler:
         while has_room and self.num_preemptions == preemptions_before:
             if not self._start_next(step):
                 break
+        if self.num_preemptions == preemptions_before:
+            return step.chunks
         return [chunk for chunk in step.chunks if chunk.sequence in self.running]
 
     def distrust(self, sequence: Sequence) -> None:
@@ -194,11 +190,12 @@ class Scheduler:
                 self._name_blocks(chunk)
 
     def _name_blocks(self, chunk: Chunk) -> None:
-        sequence = chunk.sequence
-        sequence.hash_blocks(self._blocks.block_size)
-        first = chunk.start // self._blocks.block_size
-        for index in range(first, chunk.end // self._blocks.block_size):
-            self._blocks.name(sequence.block_table[index], sequence.block_hashes[index])
+        sequence, size = chunk.sequence, self._blocks.block_size
+        first, end = chunk.start // size, chunk.end // size
+        if first < end:
+            sequence.hash_blocks(size)
+            for index in range(first, end):
+                self._blocks.name(sequence.block_table[index], sequence.block_hashes[index])
 
     def missing_media(self, sequence: Sequence) -> list[str]:
         """Keys of the embeddings that a sequence still needs and that are not here, in the order of need."""
@@ -329,7 +326,9 @@ class Scheduler:
         It then keeps what it has until an older one needs it: the oldest that can run always gets room.
         """
         needed = self._blocks.blocks_for(num_tokens) - len(sequence.block_table)
-        while (taken := self._blocks.try_take(max(needed, 0))) is None:
+        if needed <= 0:
+            return True
+        while (taken := self._blocks.try_take(needed)) is None:
             victim = self._victim()
             if victim is sequence:
                 return False
@@ -359,12 +358,12 @@ class Scheduler:
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         self._blocks.give_back(sequence.block_table)
-        sequence.block_table = []
+        del sequence.block_table[:]
         sequence.num_computed_tokens = 0
 
     def _share_prefix(self, sequence: Sequence) -> None:
         """Take what the cache holds of a waiting sequence's beginning; the newest token is always computed."""
         sequence.hash_blocks(self._blocks.block_size)
         usable = sequence.num_shareable_tokens // self._blocks.block_size
-        sequence.block_table += self._blocks.share(sequence.block_hashes[len(sequence.block_table) : usable])
+        sequence.block_table.extend(self._blocks.share(sequence.block_hashes[len(sequence.block_table) : usable]))
         sequence.num_computed_tokens = len(sequence.block_table) * self._blocks.block_size

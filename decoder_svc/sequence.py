@@ -5,6 +5,7 @@ alone, in the engine thread.
 """
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ class Sequence:
     deadline: float
     arrived_at: float
     output_token_ids: list[int] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)
+    block_table: "array[int]" = field(default_factory=lambda: array("i"))
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0  # also those that the device has been given and is computing
     num_unread_tokens: int = 0  # of the output, chosen on the device and not known here yet; 0 or 1
@@ -133,7 +134,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Prompt and output together, also what of it is not read."""
-        return len(self.prompt.token_ids) + self.num_output_tokens
+        return len(self.prompt.token_ids) + len(self.output_token_ids) + self.num_unread_tokens
 
     @property
     def num_known_tokens(self) -> int:
@@ -141,21 +142,16 @@ class Sequence:
         return len(self.prompt.token_ids) + len(self.output_token_ids)
 
     @property
-    def num_to_compute(self) -> int:
-        """Tokens whose keys and values are not in the cache yet."""
-        return self.num_tokens - self.num_computed_tokens
-
-    @property
     def is_decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
-        return self.num_to_compute == 1 and self.num_output_tokens > 0
+        return self.num_computed_tokens + 1 == self.num_tokens > len(self.prompt.token_ids)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids `[start, end)` of prompt and output, as far as they are known."""
-        prompt = self.prompt.token_ids
-        if end <= len(prompt):
-            return prompt[start:end]
-        return prompt[start:] + self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)]
+        prompt, output = self.prompt.token_ids, self.output_token_ids
+        if start >= len(prompt):
+            return output[start - len(prompt) : end - len(prompt)]
+        return prompt[start:end] + output[: max(0, end - len(prompt))]
 
     @property
     def num_shareable_tokens(self) -> int:
@@ -177,7 +173,8 @@ class Sequence:
 
     def spans_from(self, position: int) -> Seq[VisionSpan]:
         """Spans that have tokens at or behind a position."""
-        return [span for span in self.prompt.spans if span.end > position]
+        spans = self.prompt.spans
+        return [span for span in spans if span.end > position] if spans else ()
 
     def hash_blocks(self, block_size: int) -> None:
         """Extend `block_hashes` to all full blocks of the tokens that are known."""

@@ -5,6 +5,8 @@ on CPU nothing is copied. Used in the engine thread. Whatever else would bring a
 `.tolist()`, `nonzero` or a mask as an index, makes the host wait for the device and has no place in a step.
 """
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,6 +24,18 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 def index_on(values: list[int], device: torch.device) -> Tensor:
     """Row numbers [n] int64 on the device."""
     return to_device(np.array(values, np.int64), device)
+
+
+def all_to_device(arrays: Seq[NDArray[np.int32] | NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """As `to_device`, for arrays that go together in one copy, each to its shape and dtype."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    flat = to_device(np.concatenate([array.reshape(-1) for array in arrays], dtype=np.int64), device)
+    pieces = torch.split(flat, [array.size for array in arrays])
+    return [
+        piece.view(array.shape).to(torch.int32 if array.dtype == np.int32 else torch.int64)
+        for piece, array in zip(pieces, arrays, strict=True)
+    ]
 
 
 class Readback:

@@ -1,6 +1,7 @@
 """The tensors of a step against a naive construction, token by token."""
 
 import itertools
+from array import array
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def chunks(draw: Any) -> list[Chunk]:
         sequence = sequence_of(ids, media=media, output=draw(st.lists(st.integers(0, 99), max_size=4)))
         start = draw(st.integers(0, sequence.num_tokens - 1))
         end = draw(st.integers(start + 1, sequence.num_tokens))
-        sequence.block_table = [free.pop() for _ in range(-(-end // BLOCK_SIZE))]
+        sequence.block_table = array("i", [free.pop() for _ in range(-(-end // BLOCK_SIZE))])
         made.append(Chunk(sequence, start, end - start))
     return made
 
@@ -86,7 +87,7 @@ def test_a_step_equals_the_naive_construction(step: list[Chunk]) -> None:
     assert (built.vision_embeds.tolist() if built.vision_embeds is not None else []) == vision
     assert built.logits_rows.tolist() == logits_rows
     for row, chunk in zip(built.block_tables.tolist(), step, strict=True):
-        table = chunk.sequence.block_table
+        table = chunk.sequence.block_table.tolist()
         assert row == table + [table[0]] * (len(row) - len(table))
 
 
@@ -95,7 +96,7 @@ def test_a_step_equals_the_naive_construction(step: list[Chunk]) -> None:
 def test_chunks_that_cut_a_span_anywhere_give_each_row_once_in_order(data: Any) -> None:
     media = picture(3, 2, GRIDS[3])
     sequence = sequence_of([1, 2, *[PAD_ID] * media.num_tokens, 3], media=[media])
-    sequence.block_table = list(range(10))
+    sequence.block_table = array("i", range(10))
     cuts = sorted({0, sequence.num_tokens, *data.draw(st.lists(st.integers(1, sequence.num_tokens - 1)))})
     parts = [
         build_model_input([Chunk(sequence, start, end - start)], EMBEDDINGS, BLOCK_SIZE, CPU).vision_embeds
@@ -106,7 +107,7 @@ def test_chunks_that_cut_a_span_anywhere_give_each_row_once_in_order(data: Any) 
 
 def test_a_step_of_text_alone_has_no_vision_tensors() -> None:
     sequence = sequence_of([1, 2, 3])
-    sequence.block_table = [0]
+    sequence.block_table = array("i", [0])
     built = build_model_input([Chunk(sequence, 0, 3)], {}, BLOCK_SIZE, CPU)
     assert built.vision_embeds is None
     assert built.vision_rows.dtype == torch.int64
@@ -115,7 +116,7 @@ def test_a_step_of_text_alone_has_no_vision_tensors() -> None:
 
 def test_dtypes_are_those_of_the_contract() -> None:
     sequence = sequence_of([1, 2, 3], output=[4])
-    sequence.block_table = [5]
+    sequence.block_table = array("i", [5])
     built = build_model_input([Chunk(sequence, 0, 4)], {}, BLOCK_SIZE, CPU)
     int64 = (built.input_ids, built.positions, built.slot_mapping, built.vision_rows, built.logits_rows)
     assert {tensor.dtype for tensor in int64} == {torch.int64}

@@ -65,7 +65,7 @@ def test_hidden_states_before_chosen_layers_are_the_references(world: World) -> 
     request = request_of(world, TEXT, 1, MORE)
     engine = make_engine(world.pair.model)
     [sequence] = sequences_of(request, 0.0, None, MERGE_SIZE)
-    sequence.block_table = engine.blocks.try_take(engine.blocks.blocks_for(sequence.num_tokens)) or []
+    sequence.block_table.extend(engine.blocks.try_take(engine.blocks.blocks_for(sequence.num_tokens)) or [])
     chunk = Chunk(sequence, 0, sequence.num_tokens)
     model_input = build_model_input([chunk], world.embeddings, engine.blocks.block_size, world.pair.model.device)
     last, taken = world.pair.model.hidden_states(model_input, engine._runner._kv_cache, (0, 1, 3))

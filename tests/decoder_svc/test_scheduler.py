@@ -131,7 +131,7 @@ class SimulatedEngine:
 
     def finish(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
-        assert sequence.block_table == []
+        assert not sequence.block_table
         self.outputs[sequence.request_id] = sequence.output_token_ids
 
     def can_step(self) -> bool:
