@@ -7,7 +7,6 @@ so a step that is run again, or a prompt that is computed again, changes nothing
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from decoder_svc.sampler import logprobs_of, token_logprobs
@@ -22,7 +21,6 @@ class PromptLogprobs:
     parts: list[tuple[Chunk, int]]
 
     @classmethod
-    @torch.inference_mode()
     def of(cls, chunks: Seq[Chunk], logits: Tensor, readback: Readback) -> "PromptLogprobs":
         """From the logits of a step: of each chunk its prompt rows, then one if it gives a token. [R, vocab]."""
         parts, row = [], 0

@@ -72,12 +72,22 @@ class Sampler:
         self._eos_token_ids = list(eos_token_ids)
         self._kernels = kernels
 
-    @torch.inference_mode()
     def draw(self, logits: Tensor, sequences: Seq[Sequence], masks: GrammarMasks | None, readback: Readback) -> Drawn:
         """One token for each row of `logits` [R, vocab], any float dtype; float32 ones are overwritten."""
-        chosen, is_finite = self._kernels.most_likely(logits)
+        most_likely, is_finite = self._kernels.most_likely(logits)
         if masks is None and all(sequence.takes_most_likely for sequence in sequences):
-            return Drawn(chosen, _add_state(readback, chosen, is_finite, is_finite), None, {})
+            return Drawn(most_likely, _add_state(readback, most_likely, is_finite, is_finite), None, {})
+        return self._draw_adjusted(logits, is_finite, sequences, masks, readback)
+
+    @torch.inference_mode()
+    def _draw_adjusted(
+        self,
+        logits: Tensor,
+        is_finite: Tensor,
+        sequences: Seq[Sequence],
+        masks: GrammarMasks | None,
+        readback: Readback,
+    ) -> Drawn:
         scores = logits.float()
         counts = [sequence.sampling.num_logprobs for sequence in sequences]
         wanted = {row: count for row, count in enumerate(counts) if count is not None}

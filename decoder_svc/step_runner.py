@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -62,6 +61,7 @@ class StepRunner:
     ) -> None:
         """`embeddings` [tokens, H*(1+L)] by media key: of each span that a chunk reaches when it is launched."""
         self._model = model
+        self._device = model.device
         self._graphs = graphs
         self._kv_cache = kv_cache
         self._embeddings = embeddings
@@ -71,14 +71,13 @@ class StepRunner:
     def launch(self, chunks: Seq[Chunk], before: Step | None = None) -> Step:
         """Build the inputs and give the device the forward pass; `before` is the step that is not read yet."""
         launched_at = time.monotonic()
-        device = self._model.device
         unread = None
         if before is not None and before.drawn is not None:
             unread = UnreadTokens(before.sequences, before.drawn.token_ids)
-        model_input = build_model_input(chunks, self._embeddings, self._kv_cache.block_size, device, unread)
+        model_input = build_model_input(chunks, self._embeddings, self._kv_cache.block_size, self._device, unread)
         sequences = [chunk.sequence for chunk in chunks if chunk.gives_token]
         masks = None if before is not None else self._begin_masks(sequences)
-        readback = Readback(device)
+        readback = Readback(self._device)
         hidden = None
         if any(sequence.is_pooled for sequence in sequences):
             hidden, _ = self._model.hidden_states(model_input, self._kv_cache)
@@ -89,7 +88,6 @@ class StepRunner:
             logits = self._model(model_input, self._kv_cache)
         return Step(chunks, sequences, logits, hidden, readback, launched_at, masks, before is None)
 
-    @torch.inference_mode()
     def sample(self, step: Step) -> None:
         """Give the device the choice of tokens, and the copy of all that the host wants to know.
 

@@ -36,6 +36,9 @@ class TextModel(nn.Module):
     `gate_up_proj`; `lm_head` exists only when it is not tied to `embed_tokens`.
     """
 
+    _axes: Tensor
+    _frequencies: Tensor
+
     def __init__(
         self,
         config: Qwen3VLTextConfig,
@@ -88,7 +91,6 @@ class TextModel(nn.Module):
         """Where the model computes."""
         return self.embed_tokens.weight.device
 
-    @torch.inference_mode()
     def forward(self, model_input: ModelInput, kv_cache: KVCache) -> Tensor:
         """Run one step; the new keys and values are in `kv_cache` afterwards.
 
@@ -110,20 +112,20 @@ class TextModel(nn.Module):
         """
         self._check_vision(model_input)
         self.ranks.begin_step(model_input)
-        hidden = self.embed_tokens(model_input.input_ids)  # [T, H]
+        hidden = self.embed_tokens.weight.index_select(0, model_input.input_ids)  # [T, H]
         taken: dict[int, Tensor] = {}
         levels = self._place_vision(hidden, model_input)
         step = self._step_context(model_input, kv_cache)
         if self._fused is not None and not before_layers and self._fused.can_run(hidden, step):
             normed = self._fused.run(hidden, step, levels, model_input.vision_rows)
-            return normed[model_input.logits_rows], taken
+            return _wanted_rows(normed, model_input), taken
         for idx, layer in enumerate(self.layers):
             if idx in before_layers:
                 taken[idx] = hidden.clone()
             hidden = layer(hidden, step)
             if idx < len(levels):
                 add_deepstack(hidden, model_input.vision_rows, levels[idx])
-        return self.norm(hidden[model_input.logits_rows], self.kernels), taken
+        return self.norm(_wanted_rows(hidden, model_input), self.kernels), taken
 
     @torch.inference_mode()
     def logits(self, wanted: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ class TextModel(nn.Module):
         return self.ranks.join_columns(own, self.config.vocab_size)
 
     def _step_context(self, model_input: ModelInput, kv_cache: KVCache) -> StepContext:
-        cos, sin = mrope_cos_sin(model_input.positions, self.get_buffer("_frequencies"), self.get_buffer("_axes"))
+        cos, sin = mrope_cos_sin(model_input.positions, self._frequencies, self._axes)
         plan = self.attention.prepare(model_input, kv_cache)
         return StepContext(cos, sin, model_input.slot_mapping, kv_cache, self.kernels, self.attention, plan, self.ranks)
 
@@ -163,6 +165,12 @@ class TextModel(nn.Module):
         main, *levels = torch.split(embeds.to(hidden), hidden.shape[1], dim=1)
         hidden.index_copy_(0, model_input.vision_rows, main)
         return levels
+
+
+def _wanted_rows(hidden: Tensor, model_input: ModelInput) -> Tensor:
+    """Of [T, H] the rows [R, H] whose logits are wanted: when tokens are decoded, all."""
+    rows = model_input.logits_rows
+    return hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows)
 
 
 def _rope(config: Qwen3VLTextConfig) -> tuple[float, Sequence[int]]:
