@@ -22,6 +22,7 @@ from decoder_svc.embedding_pool import EmbeddingPool
 from decoder_svc.engine_metrics import EngineMetrics
 from decoder_svc.grammar import Grammar
 from decoder_svc.kv_cache import KVCache
+from decoder_svc.media_needs import MediaBudget, MediaNeeds, MediaWanted
 from decoder_svc.model.decode_graphs import DecodeGraphs
 from decoder_svc.model.text import TextModel
 from decoder_svc.reports import ended, tokens_of, usage_of, without_tokens
@@ -32,27 +33,6 @@ from decoder_svc.sequence import Sequence
 from decoder_svc.step_runner import Step, StepRunner
 
 logger = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class MediaWanted:
-    """Embeddings that a request needs and that are not here. Sent once for a request, and again when more are."""
-
-    request_id: str
-    attempt: int
-    keys: list[str]
-
-
-@dataclass(frozen=True)
-class MediaBudget:
-    """What became of the embeddings that were given to the engine.
-
-    `released_bytes` of them are needed no more (negative: some that were kept are needed again), and `first_in_need` is
-    the request that is the next to need any.
-    """
-
-    released_bytes: int
-    first_in_need: str | None
 
 
 Event = SequenceTokens | MediaWanted | MediaBudget
@@ -96,6 +76,7 @@ class Engine:
         self._merge_size = spatial_merge_size
         self.blocks = BlockManager(kv_cache.num_blocks - (graphs is not None), kv_cache.block_size)
         self.pool = EmbeddingPool(limits.embedding_cache_bytes)
+        self._media = MediaNeeds(self.pool)
         self.scheduler = Scheduler(
             self.blocks,
             max_tokens_per_step=limits.max_tokens_per_step,
@@ -106,8 +87,6 @@ class Engine:
         )
         self._runner = StepRunner(model, kv_cache, Sampler(eos_token_ids, model.kernels), self.pool.tensors, graphs)
         self._metrics = EngineMetrics(self.scheduler, self.blocks)
-        self._wanted: dict[Sequence, set[str]] = {}  # asked for and not arrived, of those that have media
-        self._first_in_need: str | None = None
         self._is_checked = False
         self.backlog_s = 0.0
         """How long the prompts that are queued take to compute, when it was last measured."""
@@ -128,7 +107,7 @@ class Engine:
             check_request(request, self._model.config.vocab_size, self._merge_size)
             sequences = sequences_of(request, now, grammar, self._merge_size)
             if sequences:
-                self._check_held(sequences[0])
+                self._media.check_held(sequences[0])
             # A choice that had its last token before the request came here is not run again.
             ends = {s: reason for s in sequences if s.output_token_ids and (reason := self._end_of(s))}
             sequences = [s for s in sequences if s not in ends]
@@ -138,20 +117,11 @@ class Engine:
             replaced += self.cancel(request.request_id)
             return [*replaced, without_tokens(request.request_id, request.attempt, "error", error)]
         events: list[Event] = [ended(tokens_of(s), s, reason, None, now) for s, reason in ends.items()]
-        return replaced + events + self._want_media(sequences, always=True) + self._media_budget()
+        return replaced + events + self._media.want(sequences, always=True) + self._media_budget()
 
     def add_embedding(self, key: str, embedding: Tensor, now: float) -> list[Event]:
         """An embedding `[tokens, H*(1+L)]` has arrived, checked."""
-        self.pool.add(key, embedding)
-        misfits: dict[str, TandemError] = {}  # of the requests that another request's embedding does not fit
-        for sequence, keys in self._wanted.items():
-            if key in keys:
-                keys.discard(key)
-                sequence.media_wait_s = now - sequence.arrived_at
-                try:
-                    self._check_held(sequence)
-                except TandemError as error:
-                    misfits[sequence.request_id] = error
+        misfits = self._media.arrived(key, embedding, now)
         events = [event for request_id, error in misfits.items() for event in self.fail(request_id, error)]
         return events + self._media_budget()
 
@@ -178,7 +148,7 @@ class Engine:
             if not self._is_checked:  # it takes a while with many blocks
                 self.blocks.check()
                 self._is_checked = True
-            self._metrics.checked(embedding_bytes=self.pool.needed_bytes, needs=len(self._wanted))
+            self._metrics.checked(embedding_bytes=self.pool.needed_bytes, needs=len(self._media.wanted))
         self._metrics.look_at_device(time.monotonic())
         return []
 
@@ -198,7 +168,7 @@ class Engine:
             events += self._run(chunks)
         if has_work:
             self._measure_load()
-        events += self._want_media(self.scheduler.sequences, always=False)
+        events += self._media.want(self.scheduler.sequences)
         return events + self._media_budget(), has_work
 
     def _run(self, chunks: Seq[Chunk]) -> list[Event]:
@@ -340,37 +310,6 @@ class Engine:
         )
         return "length" if is_full else None
 
-    def _check_held(self, sequence: Sequence) -> None:
-        """Refuse a sequence whose spans do not take exactly the rows of an embedding that is here for its key."""
-        rows: dict[str, int] = {}
-        for span in sequence.prompt.spans:
-            rows[span.key] = max(rows.get(span.key, 0), span.row_offset + span.num_tokens)
-        for key, num_tokens in rows.items():
-            if (held := self.pool.tensors.get(key)) is not None and len(held) != num_tokens:
-                raise InvalidRequest(
-                    f"a media item has {num_tokens} tokens in the prompt, but {len(held)} rows in its embedding"
-                )
-
-    def _want_media(self, sequences: Seq[Sequence], *, always: bool) -> list[Event]:
-        """Ask for embeddings that were not asked for yet; a new request is answered also when it needs none.
-
-        Runs after every step: what a sequence has computed it needs no more, and a preempted one needs it again.
-        """
-        wanted: dict[tuple[str, int], list[str]] = {}
-        for sequence in sequences:
-            if not sequence.prompt.spans and not always:
-                continue
-            self.pool.need(sequence, [span.key for span in sequence.spans_from(sequence.num_computed_tokens)])
-            asked = self._wanted.setdefault(sequence, set())
-            missing = [key for key in self.scheduler.missing_media(sequence) if key not in asked]
-            asked.update(missing)
-            if missing or always:
-                wanted.setdefault((sequence.request_id, sequence.attempt), []).extend(missing)
-        return [
-            MediaWanted(request_id, attempt, list(dict.fromkeys(keys)))
-            for (request_id, attempt), keys in wanted.items()
-        ]
-
     def _expire(self, now: float) -> list[Event]:
         events: list[Event] = []
         for request_id in {s.request_id for s in self.scheduler.sequences if s.deadline <= now}:
@@ -382,23 +321,15 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
-        self.pool.need(sequence, ())
-        self._wanted.pop(sequence, None)
+        self._media.forget(sequence)
         self._measure_load()
 
     def _media_budget(self) -> list[Event]:
-        """Tells of released bytes and of who is the next to need some, when either has changed."""
-        released, first = self.pool.take_released_bytes(), None
-        if self.pool.has_needs:
-            first = next(s.request_id for s in self.scheduler.sequences if self.pool.needs_of(s))
-        if not released and first == self._first_in_need:
-            return []
-        self._first_in_need = first
-        return [MediaBudget(released, first)]
+        return [*self._media.budget(self.scheduler.sequences)]
 
     def _measure_load(self) -> None:
         """After each step, and when a sequence leaves: an idle engine runs no step that would say so."""
-        self._metrics.look(sum(1 for keys in self._wanted.values() if keys))
+        self._metrics.look(self._media.num_waiting)
 
 
 def _model_failure() -> ModelFailure:

@@ -34,9 +34,10 @@ from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.transport import Received, Router
 from decoder_svc.embedding_fetch import EncoderFetcher
 from decoder_svc.embedding_inbox import EmbeddingInbox
-from decoder_svc.engine import Engine, Event, MediaBudget, MediaWanted
+from decoder_svc.engine import Engine, Event
 from decoder_svc.engine_thread import EngineThread
 from decoder_svc.grammar import Grammar, GrammarCompiler
+from decoder_svc.media_needs import MediaBudget, MediaWanted
 from decoder_svc.reports import without_tokens
 
 logger = structlog.get_logger(__name__)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from common.messages import GenerateRequest, MediaItem, SequenceTokens
-from decoder_svc.engine import Engine, EngineLimits, Event, MediaBudget, MediaWanted
+from decoder_svc.engine import Engine, EngineLimits, Event
 from decoder_svc.kv_budget import make_kv_cache
+from decoder_svc.media_needs import MediaBudget, MediaWanted
 from decoder_svc.model.decode_graphs import DecodeGraphs, Record
 from decoder_svc.model.text import TextModel
 from tests.decoder_svc.model.pairs import Pair

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from decoder_svc.engine import Event, MediaBudget
+from decoder_svc.engine import Event
 from decoder_svc.engine_thread import EngineThread
+from decoder_svc.media_needs import MediaBudget
 
 
 class FakeEngine:

@@ -110,7 +110,7 @@ async def test_many_requests_with_cancels_leave_every_block_free_and_memory_flat
         await served.until_idle()
         engine = served.server._engine
         engine.blocks.check()
-        assert not engine._wanted
+        assert not engine._media.wanted
         assert not engine.pool.has_needs
         assert crowd.num_finished > 0.7 * NUM_REQUESTS
         assert crowd.num_cancelled > 0.05 * NUM_REQUESTS
