@@ -228,14 +228,15 @@ class NativePagedAttention:
         tables = (model_input.block_tables, model_input.context_lens, model_input.cu_seqlens_q)
         if not self._kernels.can_attend(kv_cache, *tables):
             return self._torch.prepare(model_input, kv_cache)
-        starts = model_input.cu_seqlens_q.numpy()  # each of torch's operations takes several times as long as NumPy's
-        counts = np.diff(starts)
-        decoding, prefilling = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+        starts, counts = model_input.first_rows, model_input.query_lens
+        decoding = [seq for seq, count in enumerate(counts) if count == 1]
+        prefilling = [seq for seq, count in enumerate(counts) if count > 1]
         gathered = []
-        if len(prefilling) and not self._kernels.can_attend_prefill(kv_cache):
-            gathered, prefilling = _plan_prefills(model_input, kv_cache), prefilling[:0]
-        rows = torch.from_numpy(starts[decoding].astype(np.int64))
-        return NativePlan(gathered, torch.from_numpy(prefilling), torch.from_numpy(decoding), rows, *tables)
+        if prefilling and not self._kernels.can_attend_prefill(kv_cache):
+            gathered, prefilling = _plan_prefills(model_input, kv_cache), []
+        host = model_input.block_tables.device
+        rows = index_on([starts[seq] for seq in decoding], host)
+        return NativePlan(gathered, index_on(prefilling, host), index_on(decoding, host), rows, *tables)
 
     def attend(self, q: Tensor, kv_cache: KVCache, layer: int, plan: NativePlan | TorchPlan) -> Tensor:
         if isinstance(plan, TorchPlan):
