@@ -1,4 +1,4 @@
-"""One connection to one service, kept alive: Hello until answered, then Hello as the heartbeat.
+"""One connection to one service, kept alive: Hello once it stands and until answered, then Hello as the heartbeat.
 
 A link knows who is at the other end (`peer`), how busy it is (`load`), and whether it is up. It goes down when the
 connection breaks, when nothing was heard for `liveness_s`, when what is heard cannot be read, or when another process
@@ -198,17 +198,22 @@ class Link:
             if self._dealer.num_malformed - self._num_malformed >= MAX_MALFORMED:
                 self._go_down("its messages cannot be read")
             self._num_malformed = self._dealer.num_malformed
-            with contextlib.suppress(PeerUnreachable):  # not connected yet; the check above notices a lost peer
-                self._dealer.send(self._hello())
-                if self.peer is not None:
-                    self._send_kept()
+            self._greet()
             # Jitter, so that a fleet that started together does not ask together.
             await asyncio.sleep(self._heartbeat_s * random.uniform(0.8, 1.2))  # noqa: S311 (no secret)
 
     async def _watch_connection(self) -> None:
         while True:
-            await self._dealer.wait_disconnected()
-            self._go_down("the connection broke")
+            if await self._dealer.wait_for_change():
+                self._greet()  # not only with the next heartbeat
+            else:
+                self._go_down("the connection broke")
+
+    def _greet(self) -> None:
+        with contextlib.suppress(PeerUnreachable):  # not connected yet; the heartbeat notices a lost peer
+            self._dealer.send(self._hello())
+            if self.peer is not None:
+                self._send_kept()
 
     def _go_down(self, reason: str) -> None:
         if self.peer is None:

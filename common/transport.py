@@ -20,6 +20,7 @@ import zmq.asyncio
 import zmq.auth
 import zmq.utils.z85
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, PeerUnreachable, ProtocolError
 from common.loop_socket import LoopSocket
@@ -221,7 +222,8 @@ class Dealer:
         if keys is not None:
             self._socket.curve_serverkey = keys.public
             self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
-        monitor: object = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)  # of its context's class, not ours
+        changes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        monitor: object = self._socket.get_monitor_socket(changes)  # of its context's class, not ours
         self._monitor = cast("zmq.asyncio.Socket", monitor)
         try:
             self._socket.connect(endpoint)
@@ -246,9 +248,10 @@ class Dealer:
         """Hand a message to ZMQ at once, or raise PeerUnreachable."""
         _send(self._socket, [pack(message), *payload])
 
-    async def wait_disconnected(self) -> None:
-        """Return when the connection breaks (also when it is the network stack that notices)."""
-        await self._monitor.recv_multipart()
+    async def wait_for_change(self) -> bool:
+        """Whether there is a connection, when one has come about or broken (also when the network stack notices it)."""
+        event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+        return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def close(self) -> None:
         """Close the socket; unsent messages are dropped."""

@@ -46,7 +46,11 @@ class Story:
 
 @contextlib.asynccontextmanager
 async def linked(
-    context: zmq.asyncio.Context, endpoint: str, liveness_s: float = 30.0, role: Role | None = None
+    context: zmq.asyncio.Context,
+    endpoint: str,
+    liveness_s: float = 30.0,
+    role: Role | None = None,
+    heartbeat_s: float = 0.02,
 ) -> AsyncIterator[Story]:
     def on_message(link: Link, message: AnyMessage, payload: Sequence[memoryview]) -> None:
         story.messages.append(message)
@@ -58,7 +62,7 @@ async def linked(
         on_message=on_message,
         on_up=lambda link: story.events.append(f"up {link.peer.instance_id if link.peer else None}"),
         on_down=lambda link, instance_id: story.events.append(f"down {instance_id}"),
-        heartbeat_s=0.02,
+        heartbeat_s=heartbeat_s,
         liveness_s=liveness_s,
     )
     story = Story(link)
@@ -80,6 +84,19 @@ async def test_a_link_is_up_once_its_hello_is_answered(context: zmq.asyncio.Cont
             story.link.send(Cancel(request_id="r"))
             await eventually(lambda: [heard.message for heard in greeter.heard] == [Cancel(request_id="r")])
     assert story.events == ["up e-1"]
+
+
+async def test_hello_is_said_as_soon_as_a_connection_stands_and_stands_again(
+    context: zmq.asyncio.Context, router: Router
+) -> None:
+    async with linked(context, router.endpoint, heartbeat_s=600.0) as story:
+        async with background(Greeter(router, ENCODER).run()):
+            await eventually(lambda: story.events == ["up e-1"])
+        router.close()
+        await eventually(lambda: story.events == ["up e-1", "down e-1"])
+        again = Router(context, router.endpoint, name="test")
+        async with background(Greeter(again, ENCODER).run()):
+            await eventually(lambda: story.events == ["up e-1", "down e-1", "up e-1"])
 
 
 async def test_the_heartbeat_brings_changes_of_state(context: zmq.asyncio.Context, router: Router) -> None:
