@@ -528,11 +528,14 @@ async def test_whatever_answers_in_the_place_of_redis_is_a_miss(reply: bytes) ->
         lambda cache: cache.get_fleet("tiny"),
         lambda cache: cache.get_video_facts("a" * 64),
     ]
-    for read in reads:
+
+    async def meet(read: Callable[[EmbeddingCache], Awaitable[object]]) -> None:
         cache = EmbeddingCache.connect(url, ttl_s=TTL_S)
         assert not await read(cache)
         await cache.put(header, memoryview(payload))  # whatever it answers, it raises nothing
         await cache.close()
+
+    await asyncio.gather(*map(meet, reads))
     server.close()
 
 
