@@ -89,10 +89,21 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there i
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny model, and a cache of compiled code in which there is nothing."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny model."""
     return save_servable(tmp_path / "model")[0]
+
+
+@pytest.fixture
+def code_of_earlier_runs(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own cache, beside pytest's: a graph that is not the one of an earlier run is compiled, for a minute."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(pytestconfig.cache.mkdir("inductor")))
+
+
+@pytest.fixture
+def no_code_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of compiled code in which there is nothing."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
 def load(checkpoint: Path, dtype: torch.dtype, device: str) -> tuple[VisionTower, VisionTower]:
@@ -126,12 +137,14 @@ def check_inductor_s_tower(checkpoint: Path, dtype: torch.dtype, device: str) ->
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.usefixtures("code_of_earlier_runs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor_s_tower_gives_the_results_of_the_other_one(checkpoint: Path, dtype: torch.dtype) -> None:
     check_inductor_s_tower(checkpoint, dtype, "cpu")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_code_yet")
 def test_without_a_compiler_the_tower_is_not_loaded_and_the_reason_is_told(checkpoint: Path) -> None:
     with (
         torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
@@ -141,6 +154,7 @@ def test_without_a_compiler_the_tower_is_not_loaded_and_the_reason_is_told(check
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("code_of_earlier_runs")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor_s_tower_gives_the_results_of_the_other_one_on_a_gpu(checkpoint: Path, dtype: torch.dtype) -> None:
