@@ -88,12 +88,13 @@ async def running_stack(
     *,
     by_role: Mapping[str, Mapping[str, str]] | None = None,
     by_command: bool = False,
+    is_pinned: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Start a system that serves `model`, and stop it at the end.
 
     `environment` sets any other setting of all services, `by_role` that of one role's. Services are forked, which
-    spares them seconds of imports, or started `by_command`.
+    spares them seconds of imports, or started `by_command`. Those that compute have cores of their own if `is_pinned`.
     """
     up = UpSettings(model=str(model), port=free_port(), data_dir=folder, log_level="debug", **settings)
     run_dir, log_dir = folder / "run", folder / "logs"
@@ -103,7 +104,8 @@ async def running_stack(
     for index, command in enumerate(planned.services):
         own = (by_role or {}).get(command.name.partition("-")[0], {})
         merged = {**FOR_TESTS, **command.environment, **(environment or {}), **own}
-        planned.services[index] = dataclasses.replace(command, environment=merged)
+        cores = command.cores if is_pinned else frozenset()
+        planned.services[index] = dataclasses.replace(command, environment=merged, cores=cores)
     stack = Stack(planned, LocalStack(planned), up)
     if not by_command:
         stack.local.children.update({command.name: ForkedChild(command) for command in planned.services})

@@ -17,6 +17,7 @@ from deploy.local import LocalStack, UpSettings, free_port, plan
 from encoder_svc.config import EncoderSettings
 from encoder_svc.devices import PORT_STEP, settings_of_each
 from gateway_svc.text.detokenizer import TokenTable
+from tests.forked import ForkedChild
 from tests.integration.turns import generated, messages_of, telling_checkpoint
 from tests.media_samples import encoded, picture
 from tests.reference import Media, Reference, Turn
@@ -64,6 +65,7 @@ async def stack(served: tuple[Path, Reference], tmp_path: Path) -> AsyncIterator
     for index, own in enumerate(each):
         planned.ready_urls[f"device-{index}"] = f"http://127.0.0.1:{own.http_port}/ready"
     local = LocalStack(planned)
+    local.children.update({command.name: ForkedChild(command) for command in planned.services[1:]})
     stack = Stack(planned, local, up)
     try:
         await local.start()

@@ -5,7 +5,6 @@ import contextlib
 import ipaddress
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,13 +12,14 @@ import psutil
 import pytest
 from PIL import Image
 
+from common.processes import Command
 from deploy.local import free_port
 from gateway_svc.text.detokenizer import TokenTable
 from tests.common.sockets import eventually
+from tests.forked import ForkedChild
 from tests.integration.conftest import text_message
 from tests.integration.turns import generated, messages_of, telling_checkpoint
 from tests.media_samples import encoded, picture
-from tests.paths import REPOSITORY
 from tests.reference import Media, Turn
 from tests.servable import save_servable
 from tests.stack import Stack, running_stack
@@ -37,7 +37,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def split_stack(folder: Path, model: Path) -> AsyncIterator[Stack]:
-    async with running_stack(folder, model, by_role={"decoder": {"TANDEM_TP": "2"}}) as stack:
+    """Ranks that share one core take turns at every sum, and twice as long."""
+    async with running_stack(folder, model, by_role={"decoder": {"TANDEM_TP": "2"}}, is_pinned=False) as stack:
         yield stack
 
 
@@ -55,9 +56,8 @@ CASES = [
 ]
 
 
-def ranks_of(stack: Stack) -> list[psutil.Process]:
-    """The other ranks of the decoder."""
-    pid = stack.local.children["decoder-0"].pid
+def ranks_of(pid: int | None) -> list[psutil.Process]:
+    """The other ranks of a decoder."""
     assert pid is not None
     return psutil.Process(pid).children()
 
@@ -85,8 +85,8 @@ async def test_two_processes_give_the_tokens_of_one(is_moe: bool, tmp_path: Path
         assert await stack.metric("decoder-0", "tandem_decoder_ranks") == 2
         assert await stack.metric("decoder-0", "tandem_decoder_fetches_total") == 7
         assert await stack.metric("decoder-0", "tandem_decoder_broadcast_bytes_total") > 7 * 48 * 4 * 4
-        (rank,) = ranks_of(stack)
-        _nothing_listens_beyond_this_machine(psutil.Process(stack.local.children["decoder-0"].pid), rank)
+        pid = stack.local.children["decoder-0"].pid
+        _nothing_listens_beyond_this_machine(psutil.Process(pid), *ranks_of(pid))
 
 
 def _nothing_listens_beyond_this_machine(*processes: psutil.Process) -> None:
@@ -110,7 +110,7 @@ async def has_begun(stack: Stack) -> None:
 
 
 async def test_a_rank_that_dies_ends_the_decoder_at_once(stack: Stack) -> None:
-    (rank,) = ranks_of(stack)
+    (rank,) = ranks_of(stack.local.children["decoder-0"].pid)
     running = asyncio.create_task(generated(stack, text_message("go on"), 3000))
     await has_begun(stack)
     rank.kill()
@@ -120,27 +120,11 @@ async def test_a_rank_that_dies_ends_the_decoder_at_once(stack: Stack) -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_rank_that_dies_while_nothing_runs_ends_the_decoder_too(stack: Stack) -> None:
-    (rank,) = ranks_of(stack)
-    rank.kill()
-    async with asyncio.timeout(20):
-        assert await stack.local.children["decoder-0"].wait() == 1
-    assert "a rank of this decoder has ended" in stack.log("decoder-0")
-
-
-async def test_ranks_go_with_a_rank_0_that_is_killed(stack: Stack) -> None:
-    ranks = ranks_of(stack)
-    assert len(ranks) == 1
-    await stack.kill("decoder-0")
-    await eventually(lambda: all(map(is_gone, ranks)), 20)
-
-
 async def test_a_drain_finishes_what_runs_although_every_process_gets_the_signal(stack: Stack) -> None:
-    ranks = ranks_of(stack)
+    pid = stack.local.children["decoder-0"].pid
+    ranks = ranks_of(pid)
     running = asyncio.create_task(generated(stack, text_message("go on"), 40))
     await has_begun(stack)
-    pid = stack.local.children["decoder-0"].pid
-    assert pid is not None
     for process in (*ranks, psutil.Process(pid)):
         process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(60):
@@ -149,19 +133,58 @@ async def test_a_drain_finishes_what_runs_although_every_process_gets_the_signal
     assert all(map(is_gone, ranks))
 
 
-async def error_of(tmp_path: Path, *arguments: str) -> str:
-    """What a decoder that cannot start says, once it has ended with code 2."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "decoder_svc", "--log-level", "error", *arguments),
-        *("--control-endpoint", f"ipc://{tmp_path}/c", "--http-port", str(free_port())),
-        stderr=asyncio.subprocess.PIPE,
-        cwd=REPOSITORY,
-    )
+@contextlib.asynccontextmanager
+async def decoder_alone(folder: Path, *arguments: str) -> AsyncIterator[ForkedChild]:
+    """A decoder that nobody asks, from its start on."""
+    words = ["python", "-m", "decoder_svc", "--control-endpoint", f"ipc://{folder}/c", "--http-port", str(free_port())]
+    child = ForkedChild(Command("decoder", [*words, *arguments], {}, folder / "log"))
+    await child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+
+
+def log_of(child: ForkedChild) -> str:
+    assert child.command.log_file is not None
+    return child.command.log_file.read_text()
+
+
+async def code_of(child: ForkedChild) -> int:
+    """The exit code of a decoder that ends without a traceback."""
     async with asyncio.timeout(60):
-        _, err = await process.communicate()
-    assert process.returncode == 2, err.decode()
-    assert b"Traceback" not in err
-    (line,) = [line for line in err.decode().splitlines() if line.startswith("tandem decoder: ")]
+        code = await child.wait()
+    assert "Traceback" not in log_of(child)
+    return code
+
+
+async def ranks_once_ready(child: ForkedChild) -> list[psutil.Process]:
+    await eventually(lambda: "decoder is ready" in log_of(child), 60)
+    return ranks_of(child.pid)
+
+
+async def test_a_rank_that_dies_while_nothing_runs_ends_the_decoder_too(dense: Path, tmp_path: Path) -> None:
+    async with decoder_alone(tmp_path, "--model", str(dense), "--tp", "2") as decoder:
+        (rank,) = await ranks_once_ready(decoder)
+        rank.kill()
+        assert await code_of(decoder) == 1
+        assert "a rank of this decoder has ended" in log_of(decoder)
+
+
+async def test_ranks_go_with_a_rank_0_that_is_killed(dense: Path, tmp_path: Path) -> None:
+    async with decoder_alone(tmp_path, "--model", str(dense), "--tp", "2") as decoder:
+        ranks = await ranks_once_ready(decoder)
+        assert len(ranks) == 1
+        decoder.kill()
+        await decoder.wait()
+        await eventually(lambda: all(map(is_gone, ranks)), 20)
+
+
+async def error_of(folder: Path, *arguments: str) -> str:
+    """What a decoder that cannot start says, once it has ended with code 2."""
+    async with decoder_alone(folder, "--log-level", "error", *arguments) as decoder:
+        assert await code_of(decoder) == 2
+        (line,) = [line for line in log_of(decoder).splitlines() if line.startswith("tandem decoder: ")]
     return line
 
 
@@ -186,17 +209,9 @@ async def test_a_checkpoint_that_no_rank_can_load_is_one_line_of_rank_0(dense: P
 async def test_a_start_that_is_broken_off_leaves_no_process(
     dense: Path, tmp_path: Path, to_rank_0: bool, number: signal.Signals, codes: set[int]
 ) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "decoder_svc", "--model", str(dense), "--tp", "2"),
-        *("--control-endpoint", f"ipc://{tmp_path}/c", "--http-port", str(free_port())),
-        stderr=asyncio.subprocess.PIPE,
-        cwd=REPOSITORY,
-    )
-    (rank,) = await eventually(lambda: psutil.Process(process.pid).children(), 60)
-    # Nobody can be ready yet: the rank has only just begun to import torch.
-    (psutil.Process(process.pid) if to_rank_0 else rank).send_signal(number)
-    async with asyncio.timeout(60):
-        _, err = await process.communicate()
-    assert process.returncode in codes, err.decode()
-    assert b"Traceback" not in err
-    await eventually(lambda: is_gone(rank))
+    async with decoder_alone(tmp_path, "--model", str(dense), "--tp", "2") as decoder:
+        (rank,) = await eventually(lambda: ranks_of(decoder.pid), 60)
+        # Nobody can be ready yet: the rank has only just begun to import torch.
+        (psutil.Process(decoder.pid) if to_rank_0 else rank).send_signal(number)
+        assert await code_of(decoder) in codes
+        await eventually(lambda: is_gone(rank))

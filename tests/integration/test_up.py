@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from deploy.local import free_port
+from tests.common.sockets import eventually
 from tests.media_samples import png
 from tests.paths import REPOSITORY
 
@@ -51,20 +52,32 @@ async def output_until(process: asyncio.subprocess.Process, text: str) -> str:
     return printed
 
 
-async def test_up_answers_a_picture_and_leaves_no_process_behind(tiny_checkpoint: Path, tmp_path: Path) -> None:
+async def test_up_answers_a_picture_restarts_what_dies_and_leaves_no_process_behind(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     port = free_port()
-    arguments = ("--model", str(tiny_checkpoint), "--port", str(port))
-    async with tandem_up(tmp_path, *arguments) as process:
+    url = f"http://127.0.0.1:{port}"
+    async with tandem_up(tmp_path, "--model", str(tiny_checkpoint), "--port", str(port)) as process:
         printed = await output_until(process, "Ctrl-C")
-        assert f"http://127.0.0.1:{port}/v1" in printed
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 4
+        assert f"{url}/v1" in printed
         picture = tmp_path / "a picture.png"
         picture.write_bytes(png(120, 90))
-        answer = await run_tandem(
-            "ask", str(picture), "What?", "--url", f"http://127.0.0.1:{port}/v1", "--max-tokens", "5"
-        )
-        assert answer.strip()
+        question = ("ask", str(picture), "What?", "--url", f"{url}/v1", "--max-tokens", "5")
+        assert (await run_tandem(*question)).strip()
+
+        before = psutil.Process(process.pid).children(recursive=True)
+        assert len(before) == 4
+        decoder = next(p for p in before if "decoder_svc" in " ".join(p.cmdline()))
+        decoder.kill()
+        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(100):
+            seen = [200]
+            while seen[-1] != 200 or 503 not in seen:
+                seen.append((await client.get(f"{url}/ready")).status_code)
+                await asyncio.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 4
+        assert len({*before} & {*children}) == 3
+        assert (await run_tandem(*question)).strip()
 
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(60):
@@ -74,22 +87,18 @@ async def test_up_answers_a_picture_and_leaves_no_process_behind(tiny_checkpoint
     assert not [name for name in os.listdir(tmp_path) if name.startswith("run-")]
 
 
-async def test_a_service_that_dies_is_started_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    port = free_port()
-    arguments = ("--model", str(tiny_checkpoint), "--port", str(port))
-    async with tandem_up(tmp_path, *arguments) as process:
-        await output_until(process, "Ctrl-C")
-        decoder = next(p for p in psutil.Process(process.pid).children() if "decoder_svc" in " ".join(p.cmdline()))
-        decoder.kill()
-        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(100):
-            seen = [200]
-            while seen[-1] != 200 or 503 not in seen:
-                seen.append((await client.get(f"http://127.0.0.1:{port}/ready")).status_code)
-                await asyncio.sleep(0.05)
-        children = psutil.Process(process.pid).children()
-        os.kill(process.pid, signal.SIGKILL)  # however the parent dies, its children do too
+async def test_however_up_ends_its_processes_do_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    async with tandem_up(tmp_path, "--model", str(tiny_checkpoint), "--port", str(free_port())) as process:
+        children = await eventually(lambda: all_children(process.pid), 60)
+        os.kill(process.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(children, timeout=40)
         assert alive == []
+
+
+def all_children(pid: int) -> list[psutil.Process]:
+    """The four processes of `tandem up`, once all are started."""
+    children = psutil.Process(pid).children()
+    return children if len(children) == 4 else []
 
 
 async def test_a_port_in_use_is_named_and_not_traced(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def code_of_earlier_runs(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's own cache, beside pytest's: a graph that is not the one of an earlier run is compiled, for a minute."""
+    """Inductor's own cache, beside pytest's: a graph that no earlier run has compiled is compiled, for a minute."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(pytestconfig.cache.mkdir("inductor")))
 
 
