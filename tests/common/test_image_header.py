@@ -96,10 +96,10 @@ def test_a_bomb_costs_neither_memory_nor_time(bomb: bytes) -> None:
         "from common.errors import InvalidRequest\n"
         "from common.image_header import read_image_header\n"
         "data = sys.stdin.buffer.read()\n"
-        "before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()\n"
+        "before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()\n"
         "try:\n    read_image_header(data)\n"
         "except InvalidRequest as exc:\n    print(type(exc).__name__)\n"
-        "assert time.monotonic() - began < 1\n"
+        "assert time.process_time() - began < 1\n"
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000\n"
     )
     done = subprocess.run([sys.executable, "-c", script], input=bomb, capture_output=True, cwd=REPOSITORY, timeout=60)

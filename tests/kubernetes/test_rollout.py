@@ -63,6 +63,7 @@ def environment_of(api: FakeApi, folder: Path, **settings: str) -> dict[str, str
         "TANDEM_DRAIN_TIMEOUT_S": str(GRACE_S - 5),
         "TANDEM_DTYPE": "float32",
         "TANDEM_THREADS": "1",
+        "TANDEM_WARM_UP_S": "0",
         **sources(),
         **settings,
     }

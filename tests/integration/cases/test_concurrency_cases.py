@@ -123,10 +123,22 @@ async def test_probes_are_answered_at_once_whatever_is_at_work(client: httpx.Asy
     asked = [{"model": "tandem-demo", "messages": [{"role": "user", "content": c}], "max_tokens": 8} for c in contents]
     work = [asyncio.create_task(ask(client, body)) for body in asked]
     times: dict[str, list[float]] = {name: [] for name in stack.plan.ready_urls}
+    late_s = asyncio.create_task(lateness(work))
     while not all(task.done() for task in work):
         for name, url in stack.plan.ready_urls.items():
             began = time.monotonic()
             assert (await client.get(url.replace("/ready", "/health"))).status_code == 200
             times[name].append(time.monotonic() - began)
     assert [task.result().status_code for task in work] == [200, 400]
-    assert {name: max(seconds) < 1 for name, seconds in times.items()} == dict.fromkeys(times, True), times
+    most_s = 1 + await late_s
+    assert {name: max(seconds) < most_s for name, seconds in times.items()} == dict.fromkeys(times, True), times
+
+
+async def lateness(work: list[asyncio.Task[Any]]) -> float:
+    """The most seconds by which the machine woke this idle process too late while there was work."""
+    most = 0.0
+    while not all(task.done() for task in work):
+        began = time.monotonic()
+        await asyncio.sleep(0.01)
+        most = max(most, time.monotonic() - began - 0.01)
+    return most
