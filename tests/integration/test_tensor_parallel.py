@@ -27,7 +27,7 @@ from tests.tiny_models import DECODER_SHARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-MAX_TOKENS = 32
+MAX_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
