@@ -79,6 +79,8 @@ class Ours:
         )
         self.engine = Engine(self.model, cache, limits, eos_token_ids=[], spatial_merge_size=2)  # type: ignore[arg-type]
         self._names = (f"request-{i}" for i in itertools.count())
+        self.num_cached = 0
+        """Tokens of the last prompt that were not computed, since a former one began with them."""
 
     def add(self, ids: list[int], max_tokens: int) -> str:
         """Queue a greedy request of these token ids."""
@@ -100,8 +102,11 @@ class Ours:
         began = time.perf_counter()
         events, _ = self.engine.step()
         seconds = time.perf_counter() - began
-        tokens = {event.request_id: event.tokens for event in events if isinstance(event, SequenceTokens)}
-        return seconds, tokens
+        answers = [event for event in events if isinstance(event, SequenceTokens)]
+        for answer in answers:
+            if answer.usage is not None:
+                self.num_cached = answer.usage.cached_tokens
+        return seconds, {answer.request_id: answer.tokens for answer in answers}
 
     def finish(self) -> dict[str, list[int]]:
         """Step until nothing is left; every token by request."""
@@ -121,12 +126,14 @@ class Ours:
         self.finish()
         return statistics.median(times)
 
-    def first_token(self, ids: list[int]) -> float:
-        """Seconds from a request to its first token."""
+    def first_token(self, ids: list[int], num_cached: int = 0) -> float:
+        """Seconds from a request to its first token, of whose prompt so many tokens are cached."""
         began = time.perf_counter()
         self.add(ids, 1)
         self.finish()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        assert self.num_cached == num_cached, f"{self.num_cached} tokens were cached"
+        return seconds
 
 
 @dataclass
@@ -176,7 +183,7 @@ class Transformers:
 
 
 def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Token ids that are text in `bench_vl`."""
+    """Token ids that are text in `bench_vl`. A longer prompt of the same seed begins as the shorter one."""
     generator = torch.Generator().manual_seed(seed)
     return [[int(i) for i in row] for row in torch.randint(700, 8000, (count, length), generator=generator)]
 
@@ -229,8 +236,8 @@ def bench_peer(
         print(times.row(f"{title}decode step, batch {batch}, context {context} ({speeds})"))
     for length in (512, 1024):
         times = in_turns(
-            lambda seed, length=length: ours.first_token(random_prompts(1, length, first_seed + 1000 + seed)[0]),
-            lambda seed, length=length: peer.first_token(random_prompts(1, length, first_seed + 1000 + seed)[0]),
+            lambda seed, length=length: ours.first_token(random_prompts(1, length, first_seed + length + seed)[0]),
+            lambda seed, length=length: peer.first_token(random_prompts(1, length, first_seed + length + seed)[0]),
             rounds,
         )
         print(times.row(f"{title}first token of {length} tokens"))
@@ -244,7 +251,7 @@ def bench_prefix(ours: Ours, rounds: int) -> float:
     for seed in range(rounds):
         (ids,) = random_prompts(1, 1024, 2000 + seed)
         cold.append(ours.first_token(ids))
-        warm.append(ours.first_token([*ids[:1008], *random_prompts(1, 16, 3000 + seed)[0]]))
+        warm.append(ours.first_token([*ids[:1008], *random_prompts(1, 16, 3000 + seed)[0]], num_cached=1008))
     print(Times(warm, cold).row("first token of 1024 tokens of which 1008 are cached, beside none"))
     return Times(warm, cold).ratio
 
