@@ -7,8 +7,10 @@ checked; and it ends with the last process that has it, however that process end
 
 import fcntl
 import hashlib
+import itertools
 import mmap
 import os
+import resource
 import secrets
 import weakref
 from pathlib import Path
@@ -22,6 +24,8 @@ SEALS = (
     else 0
 )
 O_PATH = getattr(os, "O_PATH", 0)
+MAX_REGIONS = 4096
+DESCRIPTORS_SHARE = 4  # a region may be mapped for every so many descriptors that this process may have
 
 
 def host_id() -> str | None:
@@ -43,7 +47,7 @@ def host_id() -> str | None:
 class SharedRegion:
     """Memory of `num_bytes` that is filled, sealed, and held until the last reference to it or to its view is gone.
 
-    Raises OSError when the system has no memory or descriptor left.
+    Raises OSError when the system has no memory or descriptor left: now, and not while it is filled or sealed.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -51,7 +55,9 @@ class SharedRegion:
         self._name = secrets.token_hex(16)
         self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self._fd).atexit = False
-        os.ftruncate(self._fd, num_bytes)
+        os.posix_fallocate(self._fd, 0, num_bytes)
+        # A private mapping does not keep the file from being sealed; nobody writes to it, so it shows the file.
+        self.mapping = mmap.mmap(self._fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 
     def write(self, start: int, source: memoryview) -> None:
         """Fill `[start, start + len(source))`."""
@@ -62,7 +68,7 @@ class SharedRegion:
     def seal(self) -> memoryview:
         """End the writing; gives a read-only view of the bytes."""
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
-        return memoryview(mmap.mmap(self._fd, self.num_bytes, prot=mmap.PROT_READ))
+        return memoryview(self.mapping)
 
     @property
     def place(self) -> SharedMemory:
@@ -91,3 +97,32 @@ def map_region(place: SharedMemory, num_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     finally:
         os.close(fd)
+
+
+class MappedRegions:
+    """The regions that this process has mapped, as long as anybody holds a view of them.
+
+    Each keeps a descriptor open, two in its owner, which is why there may only be so many. Safe to use from several
+    threads; a region may end in any of them, at any time.
+    """
+
+    def __init__(self) -> None:
+        self._bytes_of: dict[int, int] = {}  # by number: each access to it is one step, so no lock can be in the way
+        self._numbers = itertools.count()
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_regions = min(MAX_REGIONS, soft_limit // DESCRIPTORS_SHARE)
+
+    def add(self, mapping: object, num_bytes: int) -> None:
+        """Count a region until its `mapping`, which its views keep, is gone."""
+        number = next(self._numbers)
+        self._bytes_of[number] = num_bytes
+        weakref.finalize(mapping, self._bytes_of.pop, number).atexit = False
+
+    def has_room(self, num_more: int = 1) -> bool:
+        """Whether so many more may be mapped."""
+        return len(self._bytes_of) + num_more <= self._max_regions
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(list(self._bytes_of.values()))

@@ -1,17 +1,17 @@
 """Which embeddings are held in memory that decoders of this host can map.
 
-Owns the bound of how many there are, since each takes two descriptors. None are made before a decoder of this host has
-fetched something: for one elsewhere they would only be copies. Safe to use from several threads.
+None are made before a decoder of this host has fetched something: for one elsewhere they would only be copies. Safe to
+use from several threads.
 """
 
-import resource
+import math
 import threading
-import weakref
+import time
 
 import structlog
 
 from common.metrics import Gauge
-from common.shared_region import SharedRegion, host_id
+from common.shared_region import MappedRegions, SharedRegion, host_id
 
 logger = structlog.get_logger(__name__)
 
@@ -20,8 +20,7 @@ SHARED_BYTES = Gauge(
 )
 
 MIN_BYTES = 1 << 20  # less travels as fast in one message
-MAX_REGIONS = 4096
-DESCRIPTORS_SHARE = 4  # a region may be made of every so many descriptors that this process may have
+RETRY_S = 60.0  # after the system refused one
 
 
 class SharedRegions:
@@ -30,17 +29,15 @@ class SharedRegions:
     def __init__(self, *, may_share: bool = True) -> None:
         self._host = host_id() if may_share else None
         self._is_wanted = False
-        self._regions: weakref.WeakSet[SharedRegion] = weakref.WeakSet()
+        self._mapped = MappedRegions()
         self._lock = threading.Lock()
-        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_regions = min(MAX_REGIONS, soft_limit // DESCRIPTORS_SHARE)
+        self._refused_at = -math.inf
         SHARED_BYTES.set_function(lambda: self.num_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all regions that are in use."""
-        with self._lock:
-            return sum(region.num_bytes for region in self._regions)
+        return self._mapped.num_bytes
 
     def is_near(self, host: str | None) -> bool:
         """Whether a process that fetches is on this host: from the first one on, regions are made."""
@@ -54,13 +51,13 @@ class SharedRegions:
         if not self._is_wanted or num_bytes < MIN_BYTES:
             return None
         with self._lock:
-            if len(self._regions) >= self._max_regions:
+            if not self._mapped.has_room() or time.monotonic() < self._refused_at + RETRY_S:
                 return None
             try:
                 region = SharedRegion(num_bytes)
             except OSError as error:
                 logger.warning("no memory to share: embeddings are sent instead", reason=str(error))
-                self._is_wanted = False
+                self._refused_at = time.monotonic()
                 return None
-            self._regions.add(region)
+            self._mapped.add(region.mapping, num_bytes)
             return region

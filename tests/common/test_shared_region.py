@@ -1,10 +1,14 @@
 """Memory that processes of a host share: what one wrote another reads, nobody changes it, and nothing stays behind."""
 
+import contextlib
 import errno
 import gc
 import multiprocessing
 import os
+import resource
 import socket
+import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -13,7 +17,7 @@ import pytest
 
 from common.errors import ProtocolError
 from common.messages import SharedMemory
-from common.shared_region import SharedRegion, host_id, map_region
+from common.shared_region import MAX_REGIONS, MappedRegions, SharedRegion, host_id, map_region
 
 pytestmark = pytest.mark.skipif(host_id() is None, reason="this system has no memfd or no /proc")
 
@@ -136,3 +140,81 @@ def test_a_place_is_checked_as_it_is_unpacked(change: dict[str, object]) -> None
     region, _ = region_of()
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({**msgspec.to_builtins(region.place), **change}, SharedMemory)
+
+
+@contextlib.contextmanager
+def descriptors(limit: int) -> Iterator[None]:
+    """This process may open none with a number that is not below."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_region_that_was_made_can_be_filled_and_sealed_whatever_runs_out() -> None:
+    region = SharedRegion(len(PAYLOAD))
+    assert os.fstat(region.place.fd).st_blocks * 512 >= len(PAYLOAD)  # the memory is there, too
+    with descriptors(0):
+        with pytest.raises(OSError, match="Too many open files"):
+            SharedRegion(len(PAYLOAD))
+        region.write(0, memoryview(PAYLOAD))
+        assert region.seal() == PAYLOAD
+
+
+def test_without_a_descriptor_left_mapping_is_an_os_error() -> None:
+    region, _ = region_of()
+    with descriptors(0), pytest.raises(OSError, match="Too many open files"):
+        map_region(region.place, len(PAYLOAD))
+
+
+def test_a_region_counts_until_its_last_view_is_gone() -> None:
+    mapped = MappedRegions()
+    region, view = region_of()
+    mapped.add(region.mapping, len(PAYLOAD))
+    part = view[10:20]
+    del region, view
+    gc.collect()
+    assert mapped.num_bytes == len(PAYLOAD)
+    del part
+    gc.collect()
+    assert mapped.num_bytes == 0
+
+
+@pytest.mark.parametrize(("limit", "num_regions"), [(64, 16), (1024, 256), (1 << 15, MAX_REGIONS)])
+def test_regions_take_a_share_of_the_descriptors(limit: int, num_regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    mapped = MappedRegions()
+    assert mapped.has_room(num_regions)
+    assert not mapped.has_room(num_regions + 1)
+
+
+def test_regions_that_come_and_go_in_many_threads_are_counted_exactly() -> None:
+    mapped, is_over = MappedRegions(), threading.Event()
+
+    def come_and_go() -> None:
+        for _ in range(300):
+            region = SharedRegion(4096)
+            mapped.add(region.mapping, 4096)
+
+    def read() -> None:
+        while not is_over.is_set():
+            assert 0 <= mapped.num_bytes <= 4 * 2 * 4096
+
+    failed: list[threading.ExceptHookArgs] = []
+    before, threading.excepthook = threading.excepthook, failed.append
+    try:
+        reader = threading.Thread(target=read)
+        threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+        for thread in (reader, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        is_over.set()
+        reader.join()
+    finally:
+        threading.excepthook = before
+    gc.collect()
+    assert not failed
+    assert mapped.num_bytes == 0

@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+from common import shared_region
 from common.embedding import check_payload
 from common.shared_region import SharedRegion, host_id, map_region
 from encoder_svc import shared_regions
@@ -42,7 +43,7 @@ def test_there_are_none_for_a_setting_and_none_for_small_embeddings() -> None:
 
 
 def test_their_number_is_bounded_and_those_that_end_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_regions, "MAX_REGIONS", 2)
+    monkeypatch.setattr(shared_region, "MAX_REGIONS", 2)
     regions = wanted()
     first, second = regions.take(MIN_BYTES), regions.take(MIN_BYTES)
     assert first is not None
@@ -55,7 +56,7 @@ def test_their_number_is_bounded_and_those_that_end_make_room(monkeypatch: pytes
     assert regions.take(MIN_BYTES) is not None
 
 
-def test_a_system_that_gives_none_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_gives_none_is_not_asked_again_soon_whoever_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 
     def refuse(num_bytes: int) -> SharedRegion:
@@ -65,9 +66,13 @@ def test_a_system_that_gives_none_is_not_asked_again(monkeypatch: pytest.MonkeyP
 
     regions = wanted()
     monkeypatch.setattr(shared_regions, "SharedRegion", refuse)
-    assert regions.take(MIN_BYTES) is None
-    assert regions.take(MIN_BYTES) is None
+    for _ in range(3):
+        assert regions.is_near(host_id())  # what there is can be mapped
+        assert regions.take(MIN_BYTES) is None
     assert asked == 1
+    monkeypatch.setattr(shared_regions, "RETRY_S", 0.0)
+    assert regions.take(MIN_BYTES) is None
+    assert asked == 2
 
 
 def is_mapped(held: HeldEmbedding) -> bool:
