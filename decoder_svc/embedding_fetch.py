@@ -33,7 +33,7 @@ from common.messages import (
     SharedMemory,
 )
 from common.metrics import Counter
-from common.shared_region import map_region
+from common.shared_region import MappedRegions, map_region
 from common.transport import CurveKeys, Dealer
 from common.wire import error_from_detail
 
@@ -58,6 +58,7 @@ class _Fetch:
     link: Link
     fetch_id: str
     done: "asyncio.Future[None]"
+    host: str | None  # None where memory is not to be mapped
     header: EmbeddingHeader | None = None
     shared: SharedMemory | None = None
     payload: Payload = field(default_factory=bytearray)
@@ -85,6 +86,7 @@ class EncoderFetcher:
         self._new_payload = new_payload
         self._host = host
         self._unmapped: deque[str] = deque(maxlen=MAX_LOST)  # encoders whose memory could not be mapped
+        self._mapped = MappedRegions()
         self._source = source
         self._stall_s = stall_s
         self._fetches: dict[str, _Fetch] = {}
@@ -133,7 +135,8 @@ class EncoderFetcher:
         """
         link = await self._link_to(encoder_id, min(timeout_s, self._connect_s))
         done = asyncio.get_running_loop().create_future()
-        fetch = _Fetch(expected, encoder_id, link, f"f{next(self._ids)}", done)
+        may_map = encoder_id not in self._unmapped and self._mapped.has_room(len(self._fetches) + 1)
+        fetch = _Fetch(expected, encoder_id, link, f"f{next(self._ids)}", done, self._host if may_map else None)
         self._fetches[fetch.fetch_id] = fetch
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,7 +169,7 @@ class EncoderFetcher:
                     fingerprint=expected.fingerprint,
                     credit=CREDIT_CHUNKS,
                     time_left_s=timeout_s,
-                    host=self._host if fetch.encoder_id not in self._unmapped else None,
+                    host=fetch.host,
                 )
             )
             await self._wait(fetch)
@@ -192,23 +195,27 @@ class EncoderFetcher:
         """Map the payload, or else ask for its chunks: then they come."""
         assert fetch.header is not None
         try:
-            fetch.payload, fetch.checksum = await asyncio.to_thread(_map_summed, shared, fetch.header.num_bytes)
+            payload, fetch.checksum = await asyncio.to_thread(_map_summed, shared, fetch.header.num_bytes)
         except (OSError, ProtocolError) as error:
             logger.warning(
                 "an encoder's memory cannot be mapped: it sends", encoder=fetch.encoder_id, reason=str(error)
             )
-            self._unmapped.append(fetch.encoder_id)
+            if fetch.encoder_id not in self._unmapped:
+                self._unmapped.append(fetch.encoder_id)
             fetch.payload = self._new_payload(fetch.header.num_bytes)
             fetch.done = asyncio.get_running_loop().create_future()
             fetch.link.send(FetchCredit(fetch_id=fetch.fetch_id, chunks=CREDIT_CHUNKS))
             return False
+        self._mapped.add(payload.obj, len(payload))
+        fetch.payload = payload
         fetch.link.try_send(FetchCredit(fetch_id=fetch.fetch_id, chunks=0, is_mapped=True))
-        MAPPED_BYTES.inc(len(fetch.payload))
+        MAPPED_BYTES.inc(len(payload))
         return True
 
     def _on_up(self, link: Link) -> None:
-        if link.peer is not None and link.peer.instance_id in self._lost:
-            self._lost.remove(link.peer.instance_id)
+        for names in (self._lost, self._unmapped):  # whatever kept its memory from being mapped may be over
+            if link.peer is not None and link.peer.instance_id in names:
+                names.remove(link.peer.instance_id)
         self._wake()
 
     def _wake(self) -> None:
@@ -237,7 +244,7 @@ class EncoderFetcher:
             raise ProtocolError("the encoder answered a fetch without a header, or twice")
         fetch.expected.check(reply.header)
         fetch.header = reply.header
-        if reply.shared is not None and self._host is not None:
+        if reply.shared is not None and fetch.host is not None:
             fetch.shared = reply.shared
             fetch.done.set_result(None)
         else:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+from common import shared_region
 from common.embedding import ExpectedEmbedding, checksum
 from common.errors import EncoderUnavailable, ProtocolError, TandemError
 from common.members import Member, StaticMembers
@@ -26,6 +27,7 @@ from common.messages import (
 from common.shared_region import SharedRegion, host_id
 from common.transport import Received, Router
 from common.wire import error_detail
+from decoder_svc import embedding_fetch
 from decoder_svc.embedding_fetch import CREDIT_CHUNKS, EncoderFetcher
 from tests.common.sockets import background, eventually, zmq_context
 from tests.decoder_svc.requests import FINGERPRINT, key_of
@@ -392,15 +394,74 @@ async def test_other_bytes_in_shared_memory_are_an_error() -> None:
             await fetcher.fetch("encoder-1", EXPECTED, 10)
 
 
-async def test_memory_that_was_not_asked_for_is_not_looked_at() -> None:
-    place = SharedMemory(pid=1, fd=0, name="0" * 32)
+NO_PLACE = SharedMemory(pid=1, fd=0, name="0" * 32)
+
+
+async def share_in_vain(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+    """Name memory that nobody can map, to whoever fetches, and send when that is wished or was at first."""
+    encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=NO_PLACE))
+    credit = fetch.credit if fetch.host is None else (await encoder.credits.get()).chunks
+    for index in range(HEADER.num_chunks):
+        while credit == 0:
+            credit += (await encoder.credits.get()).chunks
+        credit -= 1
+        encoder.chunk(received, fetch, index)
+
+
+@pytest.mark.parametrize("host", [None, "0" * 32])
+async def test_memory_that_was_not_asked_for_is_not_looked_at(
+    host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def look(place: SharedMemory, num_bytes: int) -> memoryview:
+        looked.append(place)
+        raise ProtocolError("it is not there")
+
+    monkeypatch.setattr(embedding_fetch, "map_region", look)
+    async with fetching(share_in_vain, host=host) as (fetcher, _):
+        for _ in range(3):
+            assert bytes((await fetcher.fetch("encoder-1", EXPECTED, 10))[1]) == PAYLOAD
+    assert looked == ([] if host is None else [NO_PLACE])
+
+
+@needs_sharing
+async def test_an_encoder_that_connects_anew_is_asked_for_memory_again() -> None:
+    hosts = []
 
     async def share(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
-        assert fetch.host is None
-        encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=place))
-        for index in range(CREDIT_CHUNKS):
-            encoder.chunk(received, fetch, index)
+        hosts.append(fetch.host)
+        await share_in_vain(encoder, received, fetch)
 
-    async with fetching(share, stall_s=0.2) as (fetcher, _):
-        with pytest.raises(EncoderUnavailable, match="sent nothing"):
-            await fetcher.fetch("encoder-1", EXPECTED, 10)
+    async with fetching(share, host=host_id()) as (fetcher, encoder):
+        await fetcher.fetch("encoder-1", EXPECTED, 10)
+        for name in ("encoder-2", "encoder-1"):
+            encoder.instance_id = name
+            await eventually(lambda name=name: fetcher.encoder_ids == [name])  # type: ignore[misc]
+        await fetcher.fetch("encoder-1", EXPECTED, 10)
+    assert hosts == [host_id(), host_id()]
+
+
+@needs_sharing
+async def test_no_more_is_mapped_than_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_region, "MAX_REGIONS", 2)
+    region, hosts = region_of(PAYLOAD), []
+
+    async def share(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+        hosts.append(fetch.host)
+        if fetch.host is None:
+            await serve(encoder, received, fetch)
+        else:
+            encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=region.place))
+
+    async with fetching(share, host=host_id()) as (fetcher, _):
+        kept = [(await fetcher.fetch("encoder-1", EXPECTED, 10))[1] for _ in range(3)]
+        assert hosts == [host_id(), host_id(), None]
+        del kept[0]
+        kept.append((await fetcher.fetch("encoder-1", EXPECTED, 10))[1])
+        assert hosts[3:] == [host_id()]
+        kept.clear()
+        hosts.clear()
+        together = await asyncio.gather(*(fetcher.fetch("encoder-1", EXPECTED, 10) for _ in range(4)))
+        assert all(payload == PAYLOAD for _, payload in together)
+        assert hosts == [host_id(), host_id(), None, None]
