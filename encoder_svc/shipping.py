@@ -69,6 +69,7 @@ class Shipping:
         if (peer, fetch.fetch_id) in self._sessions:  # the receiver forgot one, as a restarted process does
             self._end(peer, fetch.fetch_id, "given_up")
         self._sessions[peer, fetch.fetch_id] = _Session(embedding, now + min(fetch.time_left_s, LONGEST_FETCH_S), now)
+        BYTES_IN_FLIGHT.set(self.bytes_in_flight)
         is_near = self._regions.is_near(fetch.host)
         shared = embedding.region.place if is_near and embedding.region is not None else None
         if not self._router.try_send(peer, FetchReply(fetch_id=fetch.fetch_id, header=embedding.header, shared=shared)):
@@ -114,7 +115,6 @@ class Shipping:
             return
         if session.next_index == header.num_chunks:
             self._end(peer, fetch_id, "sent")
-        BYTES_IN_FLIGHT.set(self.bytes_in_flight)
 
     def _end(self, peer: bytes, fetch_id: str, outcome: str) -> None:
         session = self._sessions.pop((peer, fetch_id))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from common.embedding import checksum
 from common.errors import Overloaded
@@ -253,10 +254,11 @@ async def test_a_decoder_of_this_host_is_told_where_the_payload_is_and_it_stays_
         assert reply.shared is not None
         assert await b.is_quiet()
         assert map_region(reply.shared, MIN_BYTES) == b.item.payload
-        assert b.store.leased_bytes == MIN_BYTES
+        assert b.store.leased_bytes == REGISTRY.get_sample_value("tandem_encoder_bytes_in_flight") == MIN_BYTES
         b.decoder.send(FetchCredit(fetch_id="f1", chunks=0, is_mapped=True))
         assert await b.is_quiet()
         assert b.store.leased_bytes == b.shipping.bytes_in_flight == 0
+        assert REGISTRY.get_sample_value("tandem_encoder_bytes_in_flight") == 0
 
 
 @needs_sharing
