@@ -1,11 +1,10 @@
 """Which embeddings are held in memory that decoders of this host can map.
 
 None are made before a decoder of this host has fetched something: for one elsewhere they would only be copies. Safe to
-use from several threads.
+use from several threads, of which each may take one at the same time although there is room for one alone.
 """
 
 import math
-import threading
 import time
 
 import structlog
@@ -30,7 +29,6 @@ class SharedRegions:
         self._host = host_id() if may_share else None
         self._is_wanted = False
         self._mapped = MappedRegions()
-        self._lock = threading.Lock()
         self._refused_at = -math.inf
         SHARED_BYTES.set_function(lambda: self.num_bytes)
 
@@ -50,14 +48,13 @@ class SharedRegions:
         """A region to fill, or None when other memory is to be used."""
         if not self._is_wanted or num_bytes < MIN_BYTES:
             return None
-        with self._lock:
-            if not self._mapped.has_room() or time.monotonic() < self._refused_at + RETRY_S:
-                return None
-            try:
-                region = SharedRegion(num_bytes)
-            except OSError as error:
-                logger.warning("no memory to share: embeddings are sent instead", reason=str(error))
-                self._refused_at = time.monotonic()
-                return None
-            self._mapped.add(region.mapping, num_bytes)
-            return region
+        if not self._mapped.has_room() or time.monotonic() < self._refused_at + RETRY_S:
+            return None
+        try:
+            region = SharedRegion(num_bytes)
+        except OSError as error:
+            logger.warning("no memory to share: embeddings are sent instead", reason=str(error))
+            self._refused_at = time.monotonic()
+            return None
+        self._mapped.add(region.mapping, num_bytes)
+        return region

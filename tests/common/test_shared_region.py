@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common import shared_region
 from common.errors import ProtocolError
 from common.messages import SharedMemory
 from common.shared_region import MAX_REGIONS, MappedRegions, SharedRegion, host_id, map_region
@@ -161,6 +162,34 @@ def test_a_region_that_was_made_can_be_filled_and_sealed_whatever_runs_out() -> 
             SharedRegion(len(PAYLOAD))
         region.write(0, memoryview(PAYLOAD))
         assert region.seal() == PAYLOAD
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
+def test_a_system_that_refuses_is_an_os_error_and_nothing_is_left_open(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(PermissionError):
+        SharedRegion(len(PAYLOAD))
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_without_proc_or_memfd_there_is_no_host_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", missing)
+        assert host_id() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_region, "SEALS", 0)
+        assert host_id() is None
+    assert host_id() is not None
 
 
 def test_without_a_descriptor_left_mapping_is_an_os_error() -> None:
