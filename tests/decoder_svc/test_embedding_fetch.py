@@ -1,6 +1,8 @@
 """Fetching over real sockets, with a test at the encoder's side that keeps or breaks the protocol."""
 
 import asyncio
+import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from common.messages import (
     Hello,
     SharedMemory,
 )
-from common.shared_region import SharedRegion, host_id
+from common.shared_region import SharedRegion, host_id, map_region
 from common.transport import Received, Router
 from common.wire import error_detail
 from decoder_svc import embedding_fetch
@@ -465,3 +467,47 @@ async def test_no_more_is_mapped_than_descriptors_allow(monkeypatch: pytest.Monk
         together = await asyncio.gather(*(fetcher.fetch("encoder-1", EXPECTED, 10) for _ in range(4)))
         assert all(payload == PAYLOAD for _, payload in together)
         assert hosts == [host_id(), host_id(), None, None]
+
+
+@needs_sharing
+async def test_an_encoder_that_dies_between_its_answer_and_the_mapping_fails_the_fetch_at_once() -> None:
+    async def die(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+        encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=NO_PLACE))
+        await encoder.credits.get()  # its memory was not there
+        encoder.router.close()
+
+    async with fetching(die, host=host_id()) as (fetcher, _), asyncio.timeout(5):
+        with pytest.raises(EncoderUnavailable, match="went away"):
+            await fetcher.fetch("encoder-1", EXPECTED, 10)
+        assert fetcher._fetches == {}
+
+
+@needs_sharing
+async def test_a_fetch_that_is_cancelled_while_it_maps_tells_the_encoder_and_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    region, begun, may_map = region_of(PAYLOAD), threading.Event(), threading.Event()
+    mapped: list[weakref.ref[object]] = []
+
+    def slowly(place: SharedMemory, num_bytes: int) -> memoryview:
+        begun.set()
+        may_map.wait(5)
+        view = map_region(place, num_bytes)
+        mapped.append(weakref.ref(view.obj))
+        return view
+
+    async def share(encoder: FakeEncoder, received: Received, fetch: Fetch) -> None:
+        encoder.say(received, FetchReply(fetch_id=fetch.fetch_id, header=HEADER, shared=region.place))
+
+    monkeypatch.setattr(embedding_fetch, "map_region", slowly)
+    async with fetching(share, host=host_id()) as (fetcher, encoder):
+        running = asyncio.create_task(fetcher.fetch("encoder-1", EXPECTED, 10))
+        await asyncio.to_thread(begun.wait, 5)
+        running.cancel()
+        await encoder.stopped()
+        may_map.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await eventually(lambda: mapped and mapped[0]() is None)
+        assert fetcher._fetches == {}
+        assert fetcher._mapped.num_bytes == 0
