@@ -223,7 +223,7 @@ def test_regions_that_come_and_go_in_many_threads_are_counted_exactly() -> None:
     mapped, is_over = MappedRegions(), threading.Event()
 
     def come_and_go() -> None:
-        for _ in range(300):
+        for _ in range(60):
             region = SharedRegion(4096)
             mapped.add(region.mapping, 4096)
 
