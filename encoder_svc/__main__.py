@@ -14,6 +14,7 @@ from common import __version__
 from common.checkpoint import read_model_config, vision_fingerprint
 from common.embedding import ExpectedEmbedding
 from common.embedding_cache import EmbeddingCache
+from common.freed_memory import share_one_heap
 from common.hub import resolve_checkpoint
 from common.logs import configure_logs
 from common.messages import Grid, Hello, Limits, ProbeRequest, VideoFacts
@@ -207,6 +208,7 @@ def encoder(settings: Annotated[EncoderSettings, Parameter(name="*")]) -> None:
 
 
 def _serve(settings: EncoderSettings) -> None:
+    share_one_heap()
     service = Service(lambda: open_encoder(settings), {"role": "encoder", "model": settings.model_name})
     asyncio.run(run_service(service, settings.http_host, settings.http_port, drain_timeout_s=settings.drain_timeout_s))
 
