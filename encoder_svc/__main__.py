@@ -118,6 +118,7 @@ def _assemble(settings: EncoderSettings, loaded: _Loaded, control: Router, data:
     assert wire_dtype is not None
     store = EmbeddingStore(settings.hold_bytes, settings.lease_s)
     regions = SharedRegions(may_share=settings.share_memory)
+    regions.report()
     runner = TowerRunner(loaded.tower, fingerprint=fingerprint, wire_dtype=wire_dtype, regions=regions)
     share = None
     if settings.redis:

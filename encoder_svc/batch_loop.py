@@ -21,7 +21,7 @@ from encoder_svc.batcher import Batcher, Piece
 from encoder_svc.device_clock import DeviceClock, ForwardUnderWay
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.runner import TowerItem, TowerRunner
-from encoder_svc.shared_regions import SharedRegions
+from encoder_svc.shared_regions import NEVER_SHARED, SharedRegions
 from encoder_svc.slices import Joining, cut
 
 logger = structlog.get_logger(__name__)
@@ -78,7 +78,7 @@ class _Ready:
 class BatchLoop:
     """The tower's queue. The owner awaits `run`."""
 
-    def __init__(self, runner: TowerRunner, limits: BatchLimits, regions: SharedRegions | None = None) -> None:
+    def __init__(self, runner: TowerRunner, limits: BatchLimits, regions: SharedRegions = NEVER_SHARED) -> None:
         self._runner = runner
         self._regions = regions
         self._limits = limits

@@ -27,7 +27,7 @@ from encoder_svc.fleet_share import FleetShare
 from encoder_svc.patch_gate import PatchGate
 from encoder_svc.preprocess import PreparedMedia
 from encoder_svc.runner import TowerItem, TowerRunner
-from encoder_svc.shared_regions import SharedRegions
+from encoder_svc.shared_regions import NEVER_SHARED, SharedRegions
 
 # Runs in a pool. The last argument says that nobody wants the item any more: reading it may stop.
 Prepare = Callable[[EncodeRequest, memoryview, Callable[[], bool]], PreparedMedia]
@@ -94,7 +94,7 @@ class EncodePipeline:
         queue_limits: QueueLimits,
         preprocess_threads: int,
         video_threads: int = 1,
-        regions: SharedRegions | None = None,
+        regions: SharedRegions = NEVER_SHARED,
     ) -> None:
         self._prepare = prepare
         self._runner = runner

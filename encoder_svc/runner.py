@@ -23,7 +23,7 @@ from common.rate import RateMeter
 from common.tensors import DTYPES, check_finite, payload_of
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.model.vision import VisionTower
-from encoder_svc.shared_regions import SharedRegions
+from encoder_svc.shared_regions import NEVER_SHARED, SharedRegions
 from encoder_svc.tower_device import Launched, TowerDevice, device_of
 
 FORWARD_SECONDS = Histogram(
@@ -55,10 +55,10 @@ class TowerRunner:
         fingerprint: str,
         wire_dtype: WireDtype,
         device: TowerDevice | None = None,
-        regions: SharedRegions | None = None,
+        regions: SharedRegions = NEVER_SHARED,
     ) -> None:
         self._tower = tower
-        self._regions = regions or SharedRegions(may_share=False)
+        self._regions = regions
         self._fingerprint = fingerprint
         self._wire_dtype: WireDtype = wire_dtype
         self._device = device or device_of(self._forward, tower.device)

@@ -30,12 +30,15 @@ class SharedRegions:
         self._is_wanted = False
         self._mapped = MappedRegions()
         self._refused_at = -math.inf
-        SHARED_BYTES.set_function(lambda: self.num_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all regions that are in use."""
         return self._mapped.num_bytes
+
+    def report(self) -> None:
+        """Show these bytes as the metric, counted when they are asked for. For the one encoder of a process."""
+        SHARED_BYTES.set_function(lambda: self.num_bytes)
 
     def is_near(self, host: str | None) -> bool:
         """Whether a process that fetches is on this host: from the first one on, regions are made."""
@@ -58,3 +61,7 @@ class SharedRegions:
             return None
         self._mapped.add(region.mapping, num_bytes)
         return region
+
+
+NEVER_SHARED = SharedRegions(may_share=False)
+"""For whoever shares nothing: it makes none, whoever fetches."""

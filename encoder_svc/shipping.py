@@ -17,7 +17,7 @@ from common.metrics import SECONDS_BUCKETS, Counter, Gauge, Histogram
 from common.transport import Router
 from common.wire import error_detail
 from encoder_svc.embedding_store import EmbeddingStore, HeldEmbedding
-from encoder_svc.shared_regions import SharedRegions
+from encoder_svc.shared_regions import NEVER_SHARED, SharedRegions
 
 logger = structlog.get_logger(__name__)
 
@@ -44,10 +44,10 @@ class Shipping:
     """Running fetches of one encoder."""
 
     def __init__(
-        self, router: Router, store: EmbeddingStore, fingerprint: str, regions: SharedRegions | None = None
+        self, router: Router, store: EmbeddingStore, fingerprint: str, regions: SharedRegions = NEVER_SHARED
     ) -> None:
         self._router = router
-        self._regions = regions or SharedRegions(may_share=False)
+        self._regions = regions
         self._store = store
         self._fingerprint = fingerprint
         self._sessions: dict[tuple[bytes, str], _Session] = {}

@@ -14,7 +14,7 @@ from common.messages import Grid
 from common.shared_region import SharedRegion
 from encoder_svc.embedding_store import HeldEmbedding
 from encoder_svc.runner import TowerItem
-from encoder_svc.shared_regions import SharedRegions
+from encoder_svc.shared_regions import NEVER_SHARED, SharedRegions
 
 
 def cut(item: TowerItem, first: int, num_frames: int) -> TowerItem:
@@ -29,9 +29,9 @@ def cut(item: TowerItem, first: int, num_frames: int) -> TowerItem:
 class Joining:
     """The embedding of an item whose slices are encoded one after another."""
 
-    def __init__(self, grid: Grid, regions: SharedRegions | None = None) -> None:
+    def __init__(self, grid: Grid, regions: SharedRegions = NEVER_SHARED) -> None:
         self._grid = grid
-        self._regions = regions or SharedRegions(may_share=False)
+        self._regions = regions
         self._frames = 0
         self._region: SharedRegion | None = None
         self._payload: Payload = bytearray()

@@ -4,6 +4,7 @@ import gc
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from common import shared_region
 from common.embedding import check_payload
@@ -82,6 +83,15 @@ def is_mapped(held: HeldEmbedding) -> bool:
     check_payload(held.header, held.payload)
     assert held.payload.readonly
     return map_region(held.region.place, held.header.num_bytes) == held.payload
+
+
+def test_the_metric_is_that_of_the_regions_that_report_it() -> None:
+    regions = wanted()
+    regions.report()
+    region = regions.take(MIN_BYTES)
+    assert region is not None
+    wanted()  # another one changes nothing
+    assert REGISTRY.get_sample_value("tandem_encoder_shared_bytes") == MIN_BYTES
 
 
 async def test_whole_items_are_made_there_and_videos_when_their_slices_are_joined(
