@@ -1,6 +1,9 @@
-"""Do text streams suffer when new pictures come? Four streams, undisturbed and then beside a picture every few seconds.
+"""Do text streams suffer when new pictures come? Four streams, undisturbed and beside a picture every few seconds.
 
     python -m benchmarks.bench_interference [--model FOLDER] [--seconds 60] [--url http://host:port/v1] [--vllm COMMAND]
+
+The two take turns of a third of the seconds each, since a machine that is not ours alone may change its speed between
+one minute and the next. The pictures are made beforehand: what a client spends on them is not the server's doing.
 
 Without a URL it starts the processes of `tandem up` in bfloat16 over the checkpoint of `bench_vl`: the encoder pinned
 to one core, the decoder to another, gateway and client wherever they fit. With one, the same load goes to that server,
@@ -36,13 +39,14 @@ from deploy.local import LocalStack, UpSettings, free_port, plan
 STREAMS, STREAM_TOKENS = 4, 512
 SIDE, PICTURE_EVERY_S, PICTURE_TOKENS = 1024, 3.0, 8
 LONG_GAP_S = 0.2
+TURNS = 3
 # Throughput that stays, twice the undisturbed p99 gap by the disturbed, 200 ms by the largest, 3.3 s by the TTFT.
 TARGETS = {"throughput": 0.85, "p99_gap": 1.0, "largest_gap": 1.0, "picture_ttft": 1.0}
 
 
 @dataclass
 class Window:
-    """What was seen between two moments: when each stream's chunks came, and the first tokens of pictures."""
+    """What was seen in all turns of one kind: when each stream's chunks came, and the first tokens of pictures."""
 
     gaps: list[float] = field(default_factory=list)
     picture_ttfts: list[float] = field(default_factory=list)
@@ -79,10 +83,11 @@ class Window:
 class Load:
     """Streams and pictures against one server."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
+    def __init__(self, client: httpx.AsyncClient, model: str, num_pictures: int) -> None:
         self._client = client
         self._model = model
         self._numbers = itertools.count(int(time.time()) % 100_000 * 1000)
+        self._pictures = [jpeg(SIDE, SIDE, seed=next(self._numbers)) for _ in range(num_pictures)]
         self.window = Window()
 
     async def _chunks(self, content: Any, max_tokens: int) -> AsyncIterator[float]:
@@ -120,7 +125,7 @@ class Load:
 
     async def picture(self) -> None:
         """Ask about a picture that was never sent before."""
-        url = f"data:image/jpeg;base64,{base64.b64encode(jpeg(SIDE, SIDE, seed=next(self._numbers))).decode()}"
+        url = f"data:image/jpeg;base64,{base64.b64encode(self._pictures.pop()).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
         window, began, first = self.window, time.perf_counter(), None
         async for now in self._chunks(content, PICTURE_TOKENS):
@@ -136,20 +141,19 @@ class Load:
                 tasks.create_task(self.picture())
                 await asyncio.sleep(PICTURE_EVERY_S)
 
-    async def measure(self, seconds: float, warm_up_s: float, *, with_pictures: bool) -> Window:
-        """Run the load; what the warm-up sees is dropped."""
+    async def measure(self, window: Window, seconds: float, warm_up_s: float, *, with_pictures: bool) -> None:
+        """Run the load and add what is seen to the window; what the warm-up sees is dropped."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self.stream()) for _ in range(STREAMS)]
             if with_pictures:
                 running.append(tasks.create_task(self.pictures()))
             await asyncio.sleep(warm_up_s)
-            self.window = Window(began=time.perf_counter())
+            window.began, self.window = time.perf_counter(), window
             await asyncio.sleep(seconds)
-            window, self.window = self.window, Window()
-            window.seconds = time.perf_counter() - window.began
+            window.seconds += time.perf_counter() - window.began
+            self.window = Window()
             for task in running:
                 task.cancel()
-        return window
 
 
 @asynccontextmanager
@@ -179,15 +183,18 @@ async def server(url: str | None, model: Path | None) -> AsyncIterator[str]:
 
 
 async def measure_both(url: str, name: str, options: argparse.Namespace) -> tuple[Window, Window]:
-    """The streams of one server, undisturbed and then beside pictures."""
+    """The streams of one server, undisturbed and beside pictures, in turns."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits, trust_env=False) as client:
         model = (await client.get("models")).json()["data"][0]["id"]
-        print(f"{model} at {url}; client on cores {affinity()}; {options.seconds:.0f} s after {options.warm_up:.0f} s")
-        load = Load(client, model)
-        alone = await load.measure(options.seconds, options.warm_up, with_pictures=False)
+        seconds = options.seconds / TURNS
+        print(f"{model} at {url}; client on cores {affinity()}; {TURNS} turns of {seconds:.0f} s each")
+        load = Load(client, model, TURNS * math.ceil((seconds + options.warm_up) / PICTURE_EVERY_S + 1))
+        alone, beside = Window(), Window()
+        for _ in range(TURNS):
+            await load.measure(alone, seconds, options.warm_up, with_pictures=False)
+            await load.measure(beside, seconds, options.warm_up, with_pictures=True)
         print(alone.row(f"{name}{STREAMS} streams"))
-        beside = await load.measure(options.seconds, options.warm_up, with_pictures=True)
         print(beside.row(f"{name}{STREAMS} streams and a new {SIDE}x{SIDE} picture every {PICTURE_EVERY_S:.0f} s"))
     return alone, beside
 
@@ -215,8 +222,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a checkpoint; by default that of bench_vl is written")
     parser.add_argument("--url", help="the API of a server that runs already, such as http://127.0.0.1:8000/v1")
     parser.add_argument("--vllm", type=Path, help="vLLM's command, such as vl/bin/vllm: its server gets the load too")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--warm-up", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each kind, in all turns")
+    parser.add_argument("--warm-up", type=float, default=10.0, help="seconds before each turn")
     return asyncio.run(run(parser.parse_args()))
 
 

@@ -48,6 +48,7 @@ from encoder_svc.shared_regions import SharedRegions
 from encoder_svc.shipping import Shipping
 
 FETCH_BYTES, CACHED_BYTES = 32 << 20, 8 << 20
+REDIS_ROUNDS = 20  # times as many: one takes 5 ms, and a machine may be slow for longer than that
 WIDTH = 2048  # bfloat16 elements of a row
 FINGERPRINT = "f" * 64
 ENCODER = Hello(role="encoder", instance_id="e", model="bench", version="0", is_ready=True)
@@ -306,7 +307,7 @@ async def bench(rounds: int) -> dict[str, float]:
         print(sent.row("the same from an encoder as of another host, over TCP"))
         print(in_one_piece.row("that against plain pyzmq that receives them into one buffer, unchecked"))
         print(f"to write 32 MB where they are shared, once for each embedding: {1000 * time_to_share():.1f} ms")
-        by_socket, by_redis_py = await bench_redis(Path(name), 3 * rounds)  # the server takes some to settle
+        by_socket, by_redis_py = await bench_redis(Path(name), REDIS_ROUNDS * rounds)
         print(by_socket.row("8 MB from Redis, checked, against a plain socket's recv_into, unix socket"))
         print(by_redis_py.row("8 MB from Redis, checked, against redis-py's GET, unix socket"))
     return {"fetch/pyzmq": shared.ratio, "redis/socket": by_socket.ratio, "redis/redis-py": by_redis_py.ratio}
