@@ -12,7 +12,12 @@ from common.compiled_library import find_compiled_library
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # Of those that return something; the others return nothing.
-_RESULTS = {"tandem_attend_prefill_amx": _INT, "tandem_run_layers": _INT, "tandem_layers_scratch": _SIZE}
+_RESULTS = {
+    "tandem_linear_amx": _INT,
+    "tandem_attend_prefill_amx": _INT,
+    "tandem_run_layers": _INT,
+    "tandem_layers_scratch": _SIZE,
+}
 _SIGNATURES = {
     "tandem_linear_amx": [*[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "tandem_attend_decode_amx": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],

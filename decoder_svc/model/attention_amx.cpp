@@ -1,10 +1,10 @@
 // Attention of single tokens over the paged cache in bfloat16, for processors with AMX: scores by tiles, straight from
-// the blocks, values by dot products of pairs. Memory bounds it, so nothing is copied or read twice, and what comes next,
-// also of another head or sequence, is fetched meanwhile.
+// the blocks, values by vectors. Memory bounds it, so nothing is copied or read twice, and what comes next, also of
+// another head or sequence, is fetched meanwhile.
 //
 // Optional: `kernels.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
-// torch: pointers and sizes only, all checked by the caller. Scores and sums are in float32, the weights of values are
-// rounded to bfloat16. What a block holds beyond its sequence's context is never used. NaN stays NaN.
+// torch: pointers and sizes only, all checked by the caller. Scores, weights and sums are in float32. What a block
+// holds beyond its sequence's context is never used. NaN stays NaN.
 
 #include "amx.h"
 #include "kernels.h"
@@ -19,7 +19,8 @@ using namespace tandem;
 namespace {
 
 constexpr int kMaxGroup = 16;   // query heads of one KV head
-constexpr int64_t kChunk = 128;  // tokens whose scores are turned into weights together
+constexpr int64_t kChunk = 128;  // tokens, at most, whose scores are turned into weights together
+constexpr int kEarly = 2;        // tiles of the next chunk's keys that are asked for between scores and values
 
 // Some tokens of one KV head: where the keys of each 16 lie, whose values lie behind all keys of their block.
 struct Chunk {
@@ -38,10 +39,8 @@ template <int DIM>
 struct Work {
     alignas(64) bf16 queries[DIM / kDepth * kTile * kMaxGroup * 2];
     alignas(64) float scores[kChunk * kMaxGroup];
-    alignas(64) bf16 weights[kChunk * kMaxGroup];
     alignas(64) float sums[kMaxGroup * DIM];
     alignas(64) float rescale[kTile];
-    alignas(64) uint16_t pairs[2 * kTile];  // where weights lie that go two tokens by two, head by head
 };
 
 // The cache is far larger than what the core holds, and blocks lie anywhere in it: asks for 16 keys or values.
@@ -105,14 +104,15 @@ AMX inline void score(const bf16 *keys, float *scores, const Shape &s) {
     _tile_stored(0, scores, s.heads * 4);
 }
 
-// Scores of `count` tokens to weights, relative to the largest so far; what was summed up is scaled to it. Vectors hold
-// 16 / heads tokens, token by token; weights are pairs of tokens, head by head.
+// Scores of `count` tokens to weights, in their place, relative to the largest so far; what was summed up is scaled to it.
+// Vectors hold 16 / heads tokens, token by token. Meanwhile memory is not left idle.
 template <int DIM>
-AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, __m512 &high, __m512 &total) {
-    const int64_t numbers = (count * s.heads + 31) / 32 * 32;
+AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, const Chunk &next, __m512 &high, __m512 &total) {
+    const int64_t numbers = (count * s.heads + kTile - 1) / kTile * kTile;
     for (int64_t i = count * s.heads; i < numbers; ++i) w.scores[i] = -INFINITY;
     const __m512 scale = _mm512_set1_ps(s.scale);
     __m512 most = high;
+    if (0 < next.count) fetch<DIM>(next.keys[0]);
     // Of a NaN and another the second operand is taken: a NaN among the scores is left out here, the weights carry it.
     for (int64_t i = 0; i < numbers; i += kTile)
         most = _mm512_max_ps(_mm512_mul_ps(_mm512_load_ps(w.scores + i), scale), most);
@@ -121,26 +121,16 @@ AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, __m512 &high,
     _mm512_store_ps(w.rescale, rescale);
     total = _mm512_mul_ps(total, rescale);
     high = most;
-    const __m512i pairs = _mm512_load_si512(w.pairs);
-    for (int64_t i = 0; i < numbers; i += 2 * kTile) {
-        const __m512 low = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i), scale, most));
-        const __m512 next = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i + kTile), scale, most));
-        total = _mm512_add_ps(total, _mm512_add_ps(low, next));
-        const __m512bh both = _mm512_cvtne2ps_pbh(next, low);
-        __m512i raw;
-        memcpy(&raw, &both, sizeof raw);
-        _mm512_store_si512(w.weights + i, _mm512_permutexvar_epi16(pairs, raw));
+    if (kTile < next.count) fetch<DIM>(next.keys[1]);
+    for (int64_t i = 0; i < numbers; i += kTile) {
+        const __m512 weights = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i), scale, most));
+        total = _mm512_add_ps(total, weights);
+        _mm512_store_ps(w.scores + i, weights);
     }
 }
 
-AMX inline __m512bh as_bf16(__m512i raw) {
-    __m512bh out;
-    memcpy(&out, &raw, sizeof out);
-    return out;
-}
-
-// Adds the weighted values of a chunk to the sums of HEADS heads from `first`, and asks for the next chunk's keys. Each 32
-// numbers of a head lie as 16 and 16 in the order in which pairs are interleaved.
+// Adds the weighted values of a chunk to the sums of HEADS heads from `first`, and asks for the next chunk's other keys.
+// Each 32 numbers of a head lie as the 16 even ones, which are a vector's lower halves, and the 16 odd ones.
 template <int DIM, int HEADS>
 AMX inline void mix(const Chunk &chunk, const Chunk &next, const Shape &s, Work<DIM> &w, int first) {
     constexpr int kParts = DIM / kDepth;
@@ -151,31 +141,23 @@ UNROLLED
         for (int i = 0; i < 2 * kParts; ++i)
             sums[h][i] = _mm512_mul_ps(_mm512_load_ps(w.sums + (first + h) * DIM + i * kTile),
                                        _mm512_set1_ps(w.rescale[first + h]));
-    const bf16 *weights = w.weights + 2 * first;
+    const float *weights = w.scores + first;
+    const __m512i upper = _mm512_set1_epi32(-1 << 16);
     for (int tile = 0; tile * kTile < chunk.count; ++tile) {
-        if (first == 0 && tile * kTile < next.count) fetch<DIM>(next.keys[tile]);
+        if (first == 0 && tile >= kEarly && tile * kTile < next.count) fetch<DIM>(next.keys[tile]);
         const bf16 *values = chunk.keys[tile] + s.block_size * DIM;
         const int64_t tokens = std::min<int64_t>(kTile, chunk.count - tile * kTile);
-        for (int64_t t = 0; t < tokens; t += 2, values += 2 * DIM, weights += 2 * s.heads) {
-            __m512bh pair[HEADS];
-UNROLLED
-            for (int h = 0; h < HEADS; ++h) {
-                int32_t both;
-                memcpy(&both, weights + 2 * h, sizeof both);
-                pair[h] = as_bf16(_mm512_set1_epi32(both));
-            }
+        for (int64_t t = 0; t < tokens; ++t, values += DIM, weights += s.heads) {
 UNROLLED
             for (int i = 0; i < kParts; ++i) {
-                const __m512i one = _mm512_loadu_si512(values + i * kDepth);
-                // Zero times what lies beyond a context could be NaN.
-                const __m512i two =
-                    t + 1 < tokens ? _mm512_loadu_si512(values + DIM + i * kDepth) : _mm512_setzero_si512();
-                const __m512bh low = as_bf16(_mm512_unpacklo_epi16(one, two));
-                const __m512bh high = as_bf16(_mm512_unpackhi_epi16(one, two));
+                const __m512i both = _mm512_loadu_si512(values + i * kDepth);
+                const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+                const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
 UNROLLED
                 for (int h = 0; h < HEADS; ++h) {
-                    sums[h][2 * i] = _mm512_dpbf16_ps(sums[h][2 * i], low, pair[h]);
-                    sums[h][2 * i + 1] = _mm512_dpbf16_ps(sums[h][2 * i + 1], high, pair[h]);
+                    const __m512 weight = _mm512_set1_ps(weights[h]);
+                    sums[h][2 * i] = _mm512_fmadd_ps(even, weight, sums[h][2 * i]);
+                    sums[h][2 * i + 1] = _mm512_fmadd_ps(odd, weight, sums[h][2 * i + 1]);
                 }
             }
         }
@@ -192,16 +174,17 @@ AMX inline void store_results(const Work<DIM> &w, const Shape &s, __m512 total, 
     for (int by = s.heads; by < kTile; by *= 2) total = _mm512_add_ps(total, rotated(total, by));
     alignas(64) float totals[kTile];
     _mm512_store_ps(totals, total);
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    const __m512i in_turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int h = 0; h < s.group; ++h) {
         const __m512 inverse = _mm512_set1_ps(1.0f / totals[h]);
         for (int i = 0; i < DIM; i += kDepth) {
-            const __m512 low = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i), inverse);
-            const __m512 high = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i + kTile), inverse);
-            const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, second, high),
-                                                         _mm512_permutex2var_ps(low, first, high));
-            memcpy(out + h * DIM + i, &rounded, sizeof rounded);
+            const __m512 even = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i), inverse);
+            const __m512 odd = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i + kTile), inverse);
+            const __m512bh rounded = _mm512_cvtne2ps_pbh(odd, even);
+            __m512i raw;
+            memcpy(&raw, &rounded, sizeof raw);
+            _mm512_storeu_si512(out + h * DIM + i, _mm512_permutexvar_epi16(in_turns, raw));
         }
     }
 }
@@ -229,7 +212,7 @@ struct Chunks {
     const Step &step;
     int64_t item, end, start = 0;
 
-    // The next chunk; without tokens behind the last one.
+    // The next chunk, about as long as the others of its sequence; without tokens behind the last one.
     AMX Chunk next() {
         Chunk chunk;
         if (item == end) return chunk;
@@ -237,7 +220,8 @@ struct Chunks {
         const int64_t sequence = step.sequences[item / step.num_kv_heads], context = step.contexts[sequence];
         const int32_t *table = step.tables + sequence * step.table_width;
         const bf16 *pool = step.pool + item % step.num_kv_heads * 2 * s.block_size * DIM;
-        chunk.count = std::min(kChunk, context - start);
+        const int64_t parts = (context + kChunk - 1) / kChunk * kTile;
+        chunk.count = std::min((context + parts - 1) / parts * kTile, context - start);
         int64_t block = start / s.block_size, offset = start % s.block_size;
         for (int tile = 0; tile * kTile < chunk.count; ++tile) {
             chunk.keys[tile] = pool + table[block] * s.block_stride + offset * DIM;
@@ -266,7 +250,7 @@ AMX void attend_head(const Step &step, int64_t item, Chunks<DIM> &chunks, Chunk 
             fetch<DIM>(chunk.keys[tile] + s.block_size * DIM);
             score<DIM>(chunk.keys[tile], w.scores + tile * kTile * s.heads, s);
         }
-        weigh<DIM>(w, s, chunk.count, high, total);
+        weigh<DIM>(w, s, chunk.count, next, high, total);
         constexpr int kOnce = DIM > 2 * kDepth ? 2 : 4;  // heads whose sums fit into registers
         int first = 0;
         for (; first + kOnce <= s.heads; first += kOnce) mix<DIM, kOnce>(chunk, next, s, w, first);
@@ -295,10 +279,7 @@ void attend_all(const Step &step, int64_t count, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Work<DIM> work;
-        const int heads = step.shape.heads;
-        for (int i = 0; i < 2 * kTile; ++i)
-            work.pairs[i] = (uint16_t)((i / (2 * heads) * 2 + i % 2) * heads + i % (2 * heads) / 2);
-        configure_tiles(heads);
+        configure_tiles(step.shape.heads);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < items; item += span)
             attend_items<DIM>(step, item, std::min(items, item + span), work);

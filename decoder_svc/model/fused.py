@@ -19,6 +19,7 @@ from decoder_svc.model.deepstack import add_deepstack
 from decoder_svc.model.kernels import AMX_MAX_GROUP, NativeKernels, fits_amx, fits_kernels
 from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext, TextAttention, TextMLP
 from decoder_svc.model.linear import Linear
+from decoder_svc.model.tiles import TiledWeight
 
 _POINTER, _SIZE, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -139,7 +140,7 @@ class FusedLayers:
             ctypes.addressof(arguments),
         )
         if failed:
-            raise MemoryError("no memory for the values of a sequence")
+            raise MemoryError("no memory for what a step of the layers needs")
         arguments.pool += count * arguments.pool_stride
 
     def _scratch_of(self, rows: int) -> Tensor:
@@ -194,8 +195,8 @@ def _pointers(layer: DecoderLayer) -> _Layer:
 
 
 def _packed(product: Linear) -> int:
-    assert product.packed is not None
-    return product.packed.data_ptr()
+    assert isinstance(product.packed, TiledWeight)
+    return product.packed.data.data_ptr()
 
 
 def _bias(product: Linear) -> int | None:

@@ -33,6 +33,6 @@ int tandem_attend_prefill_amx(const void *q, const void *pool, void *out, const 
 void tandem_most_likely(int is_half, const void *logits, int64_t *tokens, uint8_t *is_finite, int64_t rows, int64_t size,
                         int threads);
 
-void tandem_linear_amx(const void *x, const void *weight, const void *bias, void *out, int64_t rows, int64_t depth,
-                       int64_t columns, int threads);
+int tandem_linear_amx(const void *x, const void *weight, const void *bias, void *out, int64_t rows, int64_t depth,
+                      int64_t columns, int threads);
 }

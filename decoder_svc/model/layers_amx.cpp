@@ -73,7 +73,7 @@ int tandem_run_layers(const TandemShape *shape, const TandemLayer *layers, int64
         const TandemLayer &w = layers[i];
         for (int64_t row = 0; row < t.rows; row += kBlock) {
             const int64_t rows = std::min(kBlock, t.rows - row);
-            tandem_linear_amx(normed + row * s.hidden, w.qkv, w.qkv_bias, qkv, rows, s.hidden, qkv_size, threads);
+            failed |= tandem_linear_amx(normed + row * s.hidden, w.qkv, w.qkv_bias, qkv, rows, s.hidden, qkv_size, threads);
             tandem_store_heads(1, qkv, w.q_norm, w.k_norm, t.cos + row * s.dim / 2, t.sin + row * s.dim / 2,
                                t.slots + row, q + row * heads, pool, rows, s.num_heads, s.num_kv_heads, s.dim,
                                s.block_size, (float)s.heads_eps, threads);
@@ -90,11 +90,11 @@ int tandem_run_layers(const TandemShape *shape, const TandemLayer *layers, int64
         for (int64_t row = 0; row < t.rows; row += kBlock) {
             const int64_t rows = std::min(kBlock, t.rows - row);
             bf16 *own = hidden + row * s.hidden, *own_normed = normed + row * s.hidden;
-            tandem_linear_amx(mixed + row * heads, w.o, w.o_bias, delta, rows, heads, s.hidden, threads);
+            failed |= tandem_linear_amx(mixed + row * heads, w.o, w.o_bias, delta, rows, heads, s.hidden, threads);
             tandem_rms_norm(1, own, delta, w.post_norm, own_normed, rows, s.hidden, eps, threads);
-            tandem_linear_amx(own_normed, w.gate_up, nullptr, gate_up, rows, s.hidden, 2 * s.inner, threads);
+            failed |= tandem_linear_amx(own_normed, w.gate_up, nullptr, gate_up, rows, s.hidden, 2 * s.inner, threads);
             tandem_silu_gate(1, gate_up, gated, rows, s.inner, threads);
-            tandem_linear_amx(gated, w.down, nullptr, delta, rows, s.inner, s.hidden, threads);
+            failed |= tandem_linear_amx(gated, w.down, nullptr, delta, rows, s.inner, s.hidden, threads);
             tandem_rms_norm(1, own, delta, next_norm, own_normed, rows, s.hidden, eps, threads);
         }
     }

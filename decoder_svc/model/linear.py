@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoder_svc.model.amx import amx_library
+from decoder_svc.model.tiles import TiledWeight, lay_out
 
 # Rows and columns of a packed weight's tiles: what our product takes is a multiple of both.
 AMX_TILE = 32
@@ -27,35 +28,33 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def pack_weight(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor | TiledWeight:
     """A weight [out, in] laid out for `packed_linear`, for any number of rows: in our tiles, or oneDNN's layout."""
     weight = weight.detach()
-    out_size, in_size = weight.shape
-    fits_tiles = weight.dtype == torch.bfloat16 and out_size % AMX_TILE == 0 and in_size % AMX_TILE == 0
+    fits_tiles = weight.dtype == torch.bfloat16 and all(size % AMX_TILE == 0 for size in weight.shape)
     if fits_tiles and amx_library() is not None:
-        tiles = weight.reshape(out_size // AMX_TILE, 2, AMX_TILE // 2, in_size // AMX_TILE, AMX_TILE // 2, 2)
-        return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()  # [out / 32, in / 32, 2, 16 pairs of in, 16 of out, 2]
+        return lay_out(weight)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return packed
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def packed_linear(x: Tensor, packed: Tensor | TiledWeight, bias: Tensor | None = None) -> Tensor:
     """[rows, in] times a packed weight -> [rows, out]."""
-    if not packed.is_mkldnn:
+    if isinstance(packed, TiledWeight):
         return _amx_linear(x, packed, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
 
-def _amx_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _amx_linear(x: Tensor, packed: TiledWeight, bias: Tensor | None) -> Tensor:
     library, x = amx_library(), x.contiguous()
     assert library is not None, "a weight in our tiles was packed here"
     assert x.dtype == torch.bfloat16
-    assert x.shape[1] == packed.shape[1] * AMX_TILE, "rows fit the weight"
-    out = x.new_empty(x.shape[0], packed.shape[0] * AMX_TILE)
-    library.tandem_linear_amx(
+    assert x.shape[1] == packed.in_size, "rows fit the weight"
+    out = x.new_empty(x.shape[0], packed.out_size)
+    failed = library.tandem_linear_amx(
         x.data_ptr(),
-        packed.data_ptr(),
+        packed.data.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         x.shape[0],
@@ -63,6 +62,8 @@ def _amx_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         out.shape[1],
         torch.get_num_threads(),
     )
+    if failed:
+        raise MemoryError("no memory for some panels of a weight")
     return out
 
 
@@ -74,7 +75,7 @@ class Linear(nn.Module):
         self.in_size = in_size
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_size, in_size))
         self.bias = nn.Parameter(torch.empty(out_size)) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: Tensor | TiledWeight | None = None
 
     def pack(self) -> None:
         """Lay the weight out for the processor, where that can be done."""
@@ -85,7 +86,7 @@ class Linear(nn.Module):
     @property
     def is_in_tiles(self) -> bool:
         """Whether the weight is packed in our tiles."""
-        return self.packed is not None and not self.packed.is_mkldnn
+        return isinstance(self.packed, TiledWeight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""

@@ -23,6 +23,7 @@ from decoder_svc.model.layers import DecoderLayer, RMSNorm, StepContext
 from decoder_svc.model.linear import Linear, can_pack, pack_weight, packed_linear
 from decoder_svc.model.mrope import frequency_axes, inverse_frequencies, mrope_cos_sin
 from decoder_svc.model.parallel import WHOLE, Alone, Ranks, num_kv_heads, vocabulary_range
+from decoder_svc.model.tiles import TiledWeight
 from decoder_svc.model_input import ModelInput
 
 # The architecture's split of 64 frequencies, for configurations that do not say it.
@@ -61,7 +62,7 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         num_logits = self._own_vocabulary.stop - self._own_vocabulary.start
         self.lm_head = None if tie_word_embeddings else Linear(config.hidden_size, num_logits, bias=False)
-        self._packed_head: Tensor | None = None
+        self._packed_head: Tensor | TiledWeight | None = None
         self._fused: FusedLayers | None = None
         theta, section = _rope(config)
         self.register_buffer("_axes", frequency_axes(config.head_dim, section), persistent=False)

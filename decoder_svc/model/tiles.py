@@ -1,0 +1,75 @@
+"""Weights as our product for AMX reads them: tile by tile, and without loss in three quarters of their memory.
+
+Owns the layout that `linear_amx.cpp` reads; knows nothing of layers. A bfloat16 number is a sign, eight bits of
+exponent and seven of mantissa. The exponents of a tile lie close together: all but the last bit of them, with the sign,
+mostly take one of 16 values, which half a byte tells. Runs once at start, for matrices of any size in bounded memory.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_LINES = 16  # a tile: 16 pairs of inputs, each for 16 outputs
+GROUP_BYTES = 64  # of a tile, which one vector holds
+LOW_BYTES, HALF_BYTES = 512, 256
+SLOT_BYTES = LOW_BYTES + HALF_BYTES
+RAW = 255  # a base that says: the upper bytes are behind all slots, and the slot tells where
+NUM_EXPONENTS = 8  # values of the upper seven bits of an exponent that half a byte tells
+AT_ONCE = 1 << 12  # tiles that are laid out together, to bound what is needed meanwhile
+
+
+@dataclass(frozen=True)
+class TiledWeight:
+    """A weight [out, in] of bfloat16, both multiples of 32, as `tandem_linear_amx` takes it.
+
+    data  uint8: the base of each tile, rounded up to 64 bytes; a slot for each tile; and the upper bytes of those that
+          do not fit into a slot. Tiles lie as [out / 32, in / 32, 2], a tile as [16 pairs of in, 16 of out, 2].
+    """
+
+    data: Tensor
+    out_size: int
+    in_size: int
+
+
+def lay_out(weight: Tensor) -> TiledWeight:
+    """A plain weight [out, in] in tiles; the numbers are the same to the last bit."""
+    out_size, in_size = weight.shape
+    # Pairs of numbers. A vector holds 8 numbers of a line and of the next in turn, as vectors are interleaved.
+    pairs = weight.contiguous().view(torch.int32).view(out_size // 32, 2, 4, 4, in_size // 32, TILE_LINES // 2, 2)
+    tiles = pairs.permute(0, 4, 1, 5, 2, 6, 3)
+    per_panel = in_size // 32 * 2
+    bases, slots, behind = [], [], []
+    num_behind = 0
+    step = max(1, AT_ONCE // per_panel)
+    start = _rounded_up(out_size // 32 * per_panel) + out_size // 32 * per_panel * SLOT_BYTES
+    for panel in range(0, out_size // 32, step):
+        some = tiles[panel : panel + step].contiguous().view(torch.int16).view(-1, LOW_BYTES)
+        base, slot, upper = _slots(some, start + num_behind * LOW_BYTES)
+        bases.append(base)
+        slots.append(slot)
+        behind.append(upper)
+        num_behind += len(upper)
+    all_bases = torch.cat(bases)
+    padding = all_bases.new_zeros(_rounded_up(len(all_bases)) - len(all_bases))
+    data = torch.cat([all_bases, padding, *(part.flatten() for part in (*slots, *behind))])
+    return TiledWeight(data, out_size, in_size)
+
+
+def _slots(tiles: Tensor, behind: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles [n, 512] as bases [n], slots [n, 768] and upper bytes [m, 512], the first of which are at `behind`."""
+    low, upper = tiles.to(torch.uint8), (tiles >> 8).to(torch.uint8)
+    exponents = upper & 0x7F
+    base = exponents.amax(1).clamp(min=NUM_EXPONENTS - 1) - (NUM_EXPONENTS - 1)
+    is_raw = exponents.amin(1) < base
+    halves = ((upper >> 7 << 3) | (exponents - base[:, None])).view(-1, 4, 2, GROUP_BYTES)
+    slots = torch.cat([low, (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)], dim=1)
+    raw = upper[is_raw]
+    places = torch.arange(len(raw)) * LOW_BYTES + behind
+    slots[is_raw, LOW_BYTES : LOW_BYTES + 8] = places.view(torch.uint8).view(-1, 8)
+    base[is_raw] = RAW
+    return base, slots, raw
+
+
+def _rounded_up(count: int) -> int:
+    return -(-count // GROUP_BYTES) * GROUP_BYTES
