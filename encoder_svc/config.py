@@ -61,7 +61,7 @@ class EncoderSettings(CommonSettings):
     max_patches_per_slice: int = 4096
     """A video of more patches is encoded in slices of whole frames, between which other items run."""
 
-    max_slice_s: float = 0.1
+    max_slice_s: float = 0.07
     """Seconds that a slice may take at the rate measured, which makes slices smaller on slow devices; never less than
     a frame."""
 
