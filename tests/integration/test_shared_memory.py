@@ -1,9 +1,15 @@
-"""An encoder's shipping and a decoder's fetcher on one host: after the first fetch, embeddings are mapped."""
+"""An encoder's shipping and a decoder's fetcher on one host: after the first fetch, embeddings are mapped.
+
+At the end through the whole system, whose answers are the same with and without it.
+"""
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from prometheus_client import REGISTRY
 
 from common.embedding import ExpectedEmbedding
@@ -17,6 +23,10 @@ from encoder_svc.shared_regions import MIN_BYTES, SharedRegions
 from encoder_svc.shipping import Shipping
 from tests.common.sockets import background, eventually, hello, ipc_address, zmq_context
 from tests.encoder_svc.embeddings import FINGERPRINT, held
+from tests.integration.turns import generated, messages_of, telling_checkpoint
+from tests.media_samples import encoded, picture
+from tests.reference import Media, Turn
+from tests.stack import running_stack
 
 pytestmark = pytest.mark.skipif(host_id() is None, reason="this system has no memfd or no /proc")
 
@@ -106,3 +116,27 @@ async def test_a_decoder_of_another_host_is_sent_all(host: str | None) -> None:
             embedding = encoder.hold(number)
             assert embedding.region is None
             assert await fetch(fetcher, embedding) == (embedding.payload, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_answers_are_the_same_whether_pictures_are_mapped_or_sent(tmp_path: Path) -> None:
+    model, _ = telling_checkpoint(tmp_path)
+    settings = model / "preprocessor_config.json"
+    read = json.loads(settings.read_text())
+    settings.write_text(json.dumps(read | {"size": read["size"] | {"longest_edge": 2 << 20}}))
+    large = [Media("image", encoded(Image.fromarray(picture(1280, 1152, seed)))) for seed in range(3)]
+    answers, mapped = {}, {}
+    for is_on in ("true", "false"):
+        own = {"encoder": {"TANDEM_SHARE_MEMORY": is_on}}
+        async with running_stack(tmp_path / is_on, model, by_role=own) as stack:
+            answers[is_on] = [
+                await generated(stack, messages_of([Turn("user", [image, "What is in the picture?"])]), 16)
+                for image in large
+            ]
+            mapped[is_on] = await stack.metric("decoder-0", "tandem_decoder_mapped_bytes_total")
+            assert await stack.metric("decoder-0", "tandem_decoder_fetched_bytes_total") > 3 * MIN_BYTES
+    assert answers["true"] == answers["false"]
+    assert len({str(answer) for answer in answers["true"]}) == len(large)
+    assert mapped["true"] > 2 * MIN_BYTES  # the first is encoded before anybody of this host has asked
+    assert mapped["false"] == 0
