@@ -300,8 +300,9 @@ def largest_gap(ours: Ours, seed: int) -> float:
     while num_answered < 4:
         _, tokens = ours.step()
         now = time.perf_counter()
-        largest = max(largest, *(now - last[name] for name in tokens if name in streams))
-        last.update(dict.fromkeys(tokens, now))
+        assert streams <= tokens.keys(), "every stream goes on beside the prompt"
+        largest = max(largest, *(now - last[name] for name in streams))
+        last = dict.fromkeys(streams, now)
         num_answered += len(tokens.get(prompt, ()))
     ours.finish()
     return largest

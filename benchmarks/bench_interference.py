@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_interference [--model FOLDER] [--seconds 60] [--url http://host:port/v1] [--vllm COMMAND]
 
-The two take turns of a third of the seconds each, since a machine that is not ours alone may change its speed between
+The two take turns of a quarter of the seconds each, since a machine that is not ours alone may change its speed between
 one minute and the next. The pictures are made beforehand: what a client spends on them is not the server's doing.
 
 Without a URL it starts the processes of `tandem up` in bfloat16 over the checkpoint of `bench_vl`: the encoder pinned
@@ -39,7 +39,8 @@ from deploy.local import LocalStack, UpSettings, free_port, plan
 STREAMS, STREAM_TOKENS = 4, 512
 SIDE, PICTURE_EVERY_S, PICTURE_TOKENS = 1024, 3.0, 8
 LONG_GAP_S = 0.2
-TURNS = 3
+PATIENCE_S = 30.0
+TURNS = 4  # of seconds that are a multiple of the pause between pictures
 # Throughput that stays, twice the undisturbed p99 gap by the disturbed, 200 ms by the largest, 3.3 s by the TTFT.
 TARGETS = {"throughput": 0.85, "p99_gap": 1.0, "largest_gap": 1.0, "picture_ttft": 1.0}
 
@@ -134,24 +135,29 @@ class Load:
             raise RuntimeError("a picture was answered without a token")
         window.picture_ttfts.append(first - began)
 
-    async def pictures(self) -> None:
+    async def pictures(self, tasks: asyncio.TaskGroup, sent: list[asyncio.Task[None]]) -> None:
         """A new picture at even intervals, whether or not the last was answered."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                tasks.create_task(self.picture())
-                await asyncio.sleep(PICTURE_EVERY_S)
+        while True:
+            sent.append(tasks.create_task(self.picture()))
+            await asyncio.sleep(PICTURE_EVERY_S)
 
     async def measure(self, window: Window, seconds: float, warm_up_s: float, *, with_pictures: bool) -> None:
         """Run the load and add what is seen to the window; what the warm-up sees is dropped."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self.stream()) for _ in range(STREAMS)]
+            sent: list[asyncio.Task[None]] = []
             if with_pictures:
-                running.append(tasks.create_task(self.pictures()))
+                sending = tasks.create_task(self.pictures(tasks, sent))
             await asyncio.sleep(warm_up_s)
             window.began, self.window = time.perf_counter(), window
             await asyncio.sleep(seconds)
             window.seconds += time.perf_counter() - window.began
             self.window = Window()
+            if with_pictures:  # the last ones count when they are answered, or as never answered
+                sending.cancel()
+                _, late = await asyncio.wait(sent, timeout=PATIENCE_S)
+                window.picture_ttfts += [math.inf] * len(late)
+                running += late
             for task in running:
                 task.cancel()
 

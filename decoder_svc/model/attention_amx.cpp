@@ -49,7 +49,7 @@ AMX inline void fetch(const bf16 *from) {
     for (int i = 0; i < kTile * DIM; i += kDepth) _mm_prefetch(reinterpret_cast<const char *>(from + i), _MM_HINT_T1);
 }
 
-// 2^x for x <= 0, to 3e-6 of it; below -127 as good as 0; NaN stays.
+// 2^x for x <= 0, to 3e-6 of it; below -126 it is 0, as numbers that are not normal are; NaN stays.
 AMX inline __m512 power_of_two(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);  // the second operand is taken when one is NaN
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -142,7 +142,7 @@ UNROLLED
             sums[h][i] = _mm512_mul_ps(_mm512_load_ps(w.sums + (first + h) * DIM + i * kTile),
                                        _mm512_set1_ps(w.rescale[first + h]));
     const float *weights = w.scores + first;
-    const __m512i upper = _mm512_set1_epi32(-1 << 16);
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
     for (int tile = 0; tile * kTile < chunk.count; ++tile) {
         if (first == 0 && tile >= kEarly && tile * kTile < next.count) fetch<DIM>(next.keys[tile]);
         const bf16 *values = chunk.keys[tile] + s.block_size * DIM;
@@ -271,6 +271,16 @@ AMX void attend_items(const Step &step, int64_t item, int64_t end, Work<DIM> &wo
 
 AMX void release_tiles() { _tile_release(); }
 
+// While it lives, this thread takes numbers that are not normal for zero, as tiles do: vectors stumble over each of them.
+class FlushToZero {
+public:
+    FlushToZero() : before(_mm_getcsr()) { _mm_setcsr(before | 0x8040); }
+    ~FlushToZero() { _mm_setcsr(before); }
+
+private:
+    const unsigned before;
+};
+
 template <int DIM>
 void attend_all(const Step &step, int64_t count, int threads) {
     const int64_t items = count * step.num_kv_heads;
@@ -278,6 +288,7 @@ void attend_all(const Step &step, int64_t count, int threads) {
     const int64_t span = std::max<int64_t>(1, threads == 1 ? items : items / (4 * threads));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        const FlushToZero flushing;
         Work<DIM> work;
         configure_tiles(step.shape.heads);
 #pragma omp for schedule(dynamic, 1)

@@ -1,5 +1,5 @@
-// Products with packed weights in bfloat16, for processors with AMX: each weight is read once, tile by tile, for up to 64
-// rows, which is what bounds a decode step; for more it is unpacked, and they go in blocks that stay in the core's cache.
+// Products with packed weights in bfloat16, for processors with AMX: each weight is read from memory once for up to 64
+// rows, tile by tile, which is what bounds a decode step; for more it is unpacked, and they go in blocks that stay in the core's cache.
 //
 // Optional: `linear.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
 // torch: pointers and sizes only, all checked by the caller. Sums are in float32 and in the same order for any number
@@ -22,7 +22,8 @@ constexpr int kPanel = 2 * kTile;           // columns of the result at once
 constexpr int64_t kRows = 2 * kTile;        // rows of the result at once
 constexpr int64_t kFewRows = 4 * kTile;     // rows for which a weight is not kept unpacked
 constexpr int64_t kChunkBytes = 1280 << 10;  // of rows that meet one panel after the other, from the second cache
-constexpr int64_t kMaxGroup = 4;            // panels that are unpacked at once
+constexpr int64_t kMaxPanels = 4;           // that are unpacked at once, where they fit into
+constexpr int64_t kRoomBytes = 512 << 10;   // of the second cache, beside the rows
 
 // x [rows, depth] times a weight [columns, depth], packed as panels of tiles [columns / 32, depth / 32, 2].
 struct Product {
@@ -274,13 +275,14 @@ extern "C" int tandem_linear_amx(const void *x, const void *weight, const void *
     const int64_t chunk = std::max(kRows, kChunkBytes / (2 * depth) / kRows * kRows);
     const int64_t chunks = (rows + chunk - 1) / chunk;
     // Panels that a block of rows meets in turn: some, but enough units of work for all threads.
-    const int64_t group = std::clamp<int64_t>(chunks * panels / (2 * threads), 1, kMaxGroup);
+    const int64_t most = std::clamp<int64_t>(kRoomBytes / (2 * kPanel * depth), 1, kMaxPanels);
+    const int64_t group = std::clamp<int64_t>(chunks * panels / (2 * threads), 1, most);
     const int64_t groups = (panels + group - 1) / group;
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed) if (threads > 1)
     {
         bf16 *room = nullptr;
-        if (rows > kFewRows) {
+        if (std::min(rows, chunk) > kFewRows) {
             const size_t bytes = group * p.panel_tiles() * kTileNumbers * sizeof(bf16);
             room = static_cast<bf16 *>(operator new(bytes, std::align_val_t(64), std::nothrow));
             failed = room == nullptr;

@@ -2,7 +2,8 @@
 
 Owns the layout that `linear_amx.cpp` reads; knows nothing of layers. A bfloat16 number is a sign, eight bits of
 exponent and seven of mantissa. The exponents of a tile lie close together: all but the last bit of them, with the sign,
-mostly take one of 16 values, which half a byte tells. Runs once at start, for matrices of any size in bounded memory.
+mostly take one of 16 values, which half a byte tells. Runs once at start, piece by piece: it needs some megabytes
+beside a matrix and its layout.
 """
 
 from dataclasses import dataclass
@@ -38,22 +39,26 @@ def lay_out(weight: Tensor) -> TiledWeight:
     # Pairs of numbers. A vector holds 8 numbers of a line and of the next in turn, as vectors are interleaved.
     pairs = weight.contiguous().view(torch.int32).view(out_size // 32, 2, 4, 4, in_size // 32, TILE_LINES // 2, 2)
     tiles = pairs.permute(0, 4, 1, 5, 2, 6, 3)
-    per_panel = in_size // 32 * 2
-    bases, slots, behind = [], [], []
-    num_behind = 0
+    num_panels, per_panel = out_size // 32, in_size // 32 * 2
     step = max(1, AT_ONCE // per_panel)
-    start = _rounded_up(out_size // 32 * per_panel) + out_size // 32 * per_panel * SLOT_BYTES
-    for panel in range(0, out_size // 32, step):
+    first_slot = -(-num_panels * per_panel // GROUP_BYTES) * GROUP_BYTES
+    used = first_slot + num_panels * per_panel * SLOT_BYTES
+    num_raw = sum(_num_raw(weight[row : row + 32 * step]) for row in range(0, out_size, 32 * step))
+    data = torch.zeros(used + num_raw * LOW_BYTES, dtype=torch.uint8)
+    slots = data[first_slot:used].view(-1, SLOT_BYTES)
+    for panel in range(0, num_panels, step):
         some = tiles[panel : panel + step].contiguous().view(torch.int16).view(-1, LOW_BYTES)
-        base, slot, upper = _slots(some, start + num_behind * LOW_BYTES)
-        bases.append(base)
-        slots.append(slot)
-        behind.append(upper)
-        num_behind += len(upper)
-    all_bases = torch.cat(bases)
-    padding = all_bases.new_zeros(_rounded_up(len(all_bases)) - len(all_bases))
-    data = torch.cat([all_bases, padding, *(part.flatten() for part in (*slots, *behind))])
+        first, last = panel * per_panel, panel * per_panel + len(some)
+        data[first:last], slots[first:last], behind = _slots(some, used)
+        data[used : used + behind.nbytes] = behind.flatten()
+        used += behind.nbytes
     return TiledWeight(data, out_size, in_size)
+
+
+def _num_raw(weight: Tensor) -> int:
+    """How many tiles of some panels [out, in] do not fit into slots."""
+    exponents = ((weight.contiguous().view(torch.int16) >> 8) & 0x7F).view(-1, TILE_LINES, weight.shape[1] // 32, 32)
+    return int(((exponents.amax((1, 3)) - exponents.amin((1, 3))) >= NUM_EXPONENTS).sum())
 
 
 def _slots(tiles: Tensor, behind: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +74,3 @@ def _slots(tiles: Tensor, behind: int) -> tuple[Tensor, Tensor, Tensor]:
     slots[is_raw, LOW_BYTES : LOW_BYTES + 8] = places.view(torch.uint8).view(-1, 8)
     base[is_raw] = RAW
     return base, slots, raw
-
-
-def _rounded_up(count: int) -> int:
-    return -(-count // GROUP_BYTES) * GROUP_BYTES

@@ -38,6 +38,7 @@ UNROLLED
                        _mm512_shuffle_epi8(uppers, _mm512_and_si512(_mm512_srli_epi16(halves, 4), half)),
                        out + 2 * kDepth);
         }
+        wrote();
     }
 
     // Asks for what will be read soon after a tile, and the one behind it.
@@ -58,7 +59,11 @@ private:
         memcpy(&place, slot + kLow, sizeof place);
         for (int i = 0; i < 8; ++i, out += 2 * kDepth)
             interleave(slot + 64 * i, _mm512_loadu_si512(start + place + 64 * i), out);
+        wrote();
     }
+
+    // GCC 12 does not know that loading a tile reads what was stored here.
+    static inline void wrote() { __asm__ volatile("" : : : "memory"); }
 };
 
 }  // namespace tandem

@@ -1,6 +1,7 @@
 """Paged attention against plain causal attention: mixed steps, long prompts over several tiles, padded batches."""
 
 import importlib.util
+import time
 
 import pytest
 import torch
@@ -175,6 +176,34 @@ def test_scores_that_grow_along_a_prompt_keep_their_weights() -> None:
     NativeKernels(LIBRARY).attend_prefill(q, cache, 0, tables, contexts, starts, torch.tensor([0]), out)
     keys, values = (x.reshape(320, 1, 64).float() for x in (cache.keys[0], cache.values[0]))
     torch.testing.assert_close(out.float(), plain_attention(q.float(), keys, values), rtol=0, atol=3e-2)
+
+
+def decoded_with_amx(query_scale: float, value_scale: float) -> tuple[Tensor, Tensor, float]:
+    """A token's attention over 512 others by the kernel and in plain, and the fewest seconds that the kernel took."""
+    assert LIBRARY is not None
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(1, 32, 16, 2, 64, torch.bfloat16, "cpu")
+    cache.keys[0] = torch.randn(cache.keys[0].shape, generator=generator)
+    cache.values[0] = torch.randn(cache.values[0].shape, generator=generator) * value_scale
+    q = (torch.randn(1, 4, 64, generator=generator) * query_scale).bfloat16()
+    tables, contexts = torch.arange(32, dtype=torch.int32)[None], torch.tensor([512], dtype=torch.int32)
+    out, first, seconds = torch.empty_like(q), torch.tensor([0]), []
+    for _ in range(20):
+        began = time.perf_counter()
+        NativeKernels(LIBRARY).attend_decode(q, cache, 0, tables, contexts, first, first, out)
+        seconds.append(time.perf_counter() - began)
+    keys, values = (x.transpose(1, 2).reshape(512, 2, 64).float() for x in (cache.keys[0], cache.values[0]))
+    return out.float(), plain_attention(q.float(), keys, values), min(seconds)
+
+
+@compiled
+@pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
+@pytest.mark.parametrize(("query_scale", "value_scale"), [(30.0, 1.0), (1.0, 2.0**-130)])
+def test_weights_and_values_too_small_to_be_normal_take_no_longer(query_scale: float, value_scale: float) -> None:
+    got, expected, seconds = decoded_with_amx(query_scale, value_scale)
+    torch.testing.assert_close(got, expected, rtol=0, atol=3e-2)
+    _, _, usual = decoded_with_amx(1.0, 1.0)
+    assert seconds < 4 * usual  # it was 30 times as long
 
 
 @compiled

@@ -1,10 +1,12 @@
 """The layout of weights in tiles: the same bits come back, in less memory, also through the compiled product."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from decoder_svc.model import tiles
+from decoder_svc.model import linear, tiles
 from decoder_svc.model.amx import amx_library
 from decoder_svc.model.linear import packed_linear
 from decoder_svc.model.tiles import LOW_BYTES, RAW, SLOT_BYTES, TiledWeight, lay_out
@@ -18,6 +20,13 @@ def normal(out_size: int, in_size: int) -> Tensor:
 def any_bits(out_size: int, in_size: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**15), 2**15, (out_size, in_size), generator=generator).to(torch.int16).view(torch.bfloat16)
+
+
+def wild(out_size: int, in_size: int) -> Tensor:
+    """Numbers of any size whose sums with zeros are finite: none that is zero, not normal or not finite."""
+    bits = any_bits(out_size, in_size).view(torch.int16)
+    exponent = (bits >> 7) & 0xFF
+    return torch.where((exponent > 0) & (exponent < 255), bits, torch.full_like(bits, 0x3F80)).view(torch.bfloat16)
 
 
 def sparse(out_size: int, in_size: int) -> Tensor:
@@ -42,7 +51,7 @@ def tiny(out_size: int, in_size: int) -> Tensor:
     return normal(out_size, in_size) * 2**-128
 
 
-WEIGHTS = [normal, any_bits, sparse, one_outlier, constant, zero, tiny]
+WEIGHTS = [normal, any_bits, wild, sparse, one_outlier, constant, zero, tiny]
 
 
 def taken_apart(weight: TiledWeight) -> Tensor:
@@ -95,9 +104,15 @@ def test_a_large_weight_is_laid_out_piece_by_piece_and_the_same(
 
 @pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
 @pytest.mark.parametrize("at_once", [1, 16, 20, 32, 40, 64, 70, 96])
-@pytest.mark.parametrize("make", [normal, sparse, one_outlier, constant, zero])
+@pytest.mark.parametrize("make", [normal, wild, sparse, one_outlier, constant, zero])
 def test_the_product_with_ones_gives_the_weight(make, at_once: int) -> None:  # type: ignore[no-untyped-def]
     weight = make(224, 96)
     rows = torch.eye(96).bfloat16().split(at_once)
     product = torch.cat([packed_linear(some, lay_out(weight)) for some in rows]).T
     assert torch.equal(product, weight)
+
+
+def test_a_product_that_finds_no_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "amx_library", lambda: SimpleNamespace(tandem_linear_amx=lambda *_: 1))
+    with pytest.raises(MemoryError, match="panels"):
+        packed_linear(torch.zeros(1, 32).bfloat16(), lay_out(normal(32, 32)))
