@@ -460,9 +460,11 @@ async def test_no_more_is_mapped_than_descriptors_allow(monkeypatch: pytest.Monk
         kept = [(await fetcher.fetch("encoder-1", EXPECTED, 10))[1] for _ in range(3)]
         assert hosts == [host_id(), host_id(), None]
         del kept[0]
+        await eventually(fetcher._mapped.has_room)  # the thread that mapped it may hold it for a moment
         kept.append((await fetcher.fetch("encoder-1", EXPECTED, 10))[1])
         assert hosts[3:] == [host_id()]
         kept.clear()
+        await eventually(lambda: fetcher._mapped.has_room(2))
         hosts.clear()
         together = await asyncio.gather(*(fetcher.fetch("encoder-1", EXPECTED, 10) for _ in range(4)))
         assert all(payload == PAYLOAD for _, payload in together)
