@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoder_svc.model.amx import amx_library
-from decoder_svc.model.tiles import TiledWeight, lay_out
-
-# Rows and columns of a packed weight's tiles: what our product takes is a multiple of both.
-AMX_TILE = 32
+from decoder_svc.model.tiles import TiledWeight, fits_tiles, lay_out
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -31,8 +28,7 @@ def can_pack(weight: Tensor) -> bool:
 def pack_weight(weight: Tensor) -> Tensor | TiledWeight:
     """A weight [out, in] laid out for `packed_linear`, for any number of rows: in our tiles, or oneDNN's layout."""
     weight = weight.detach()
-    fits_tiles = weight.dtype == torch.bfloat16 and all(size % AMX_TILE == 0 for size in weight.shape)
-    if fits_tiles and amx_library() is not None:
+    if fits_tiles(weight) and amx_library() is not None:
         return lay_out(weight)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return packed

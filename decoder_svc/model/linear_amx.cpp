@@ -1,5 +1,6 @@
 // Products with packed weights in bfloat16, for processors with AMX: each weight is read from memory once for up to 64
-// rows, tile by tile, which is what bounds a decode step; for more it is unpacked, and they go in blocks that stay in the core's cache.
+// rows, tile by tile, which is what bounds a decode step; for more it is unpacked, and they go in blocks that stay in the
+// core's cache.
 //
 // Optional: `linear.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
 // torch: pointers and sizes only, all checked by the caller. Sums are in float32 and in the same order for any number
@@ -22,8 +23,8 @@ constexpr int kPanel = 2 * kTile;           // columns of the result at once
 constexpr int64_t kRows = 2 * kTile;        // rows of the result at once
 constexpr int64_t kFewRows = 4 * kTile;     // rows for which a weight is not kept unpacked
 constexpr int64_t kChunkBytes = 1280 << 10;  // of rows that meet one panel after the other, from the second cache
-constexpr int64_t kMaxPanels = 4;           // that are unpacked at once, where they fit into
-constexpr int64_t kRoomBytes = 512 << 10;   // of the second cache, beside the rows
+constexpr int64_t kMaxPanels = 4;           // unpacked at once, if there is room
+constexpr int64_t kRoomBytes = 512 << 10;   // for what is unpacked, beside the rows in the second cache
 
 // x [rows, depth] times a weight [columns, depth], packed as panels of tiles [columns / 32, depth / 32, 2].
 struct Product {
@@ -112,6 +113,14 @@ AMX inline void multiply(const Product &p, const bf16 *x, Tiles &panel, float *s
         _tile_stored(2, sums + kTile * kPanel, kPanel * 4);
         _tile_stored(3, sums + kTile * kPanel + kTile, kPanel * 4);
     }
+}
+
+template <class Tiles>
+AMX inline void multiply(const Product &p, const bf16 *x, int64_t rows, Tiles &panel, float *sums) {
+    if (rows > kTile)
+        multiply<true>(p, x, panel, sums);
+    else
+        multiply<false>(p, x, panel, sums);
 }
 
 // Sums of up to 16 rows with two panels, which are two streams to the hardware. sums [2, 16, 32].
@@ -228,10 +237,7 @@ AMX void multiply_once(const Product &p, int64_t row, int64_t rows, int64_t pane
             store_sums(p, sums + kTile * kPanel, row, rows, panel * kPanel);
             continue;
         }
-        if (rows > kTile)
-            multiply<true>(p, x, tiles, sums);
-        else
-            multiply<false>(p, x, tiles, sums);
+        multiply(p, x, rows, tiles, sums);
         store_sums(p, sums, row, rows, panel * kPanel);
     }
 }
@@ -248,13 +254,10 @@ AMX void multiply_panels(const Product &p, int64_t first, int64_t end, int64_t p
             bf16 *own = room + (i - panel) * p.panel_tiles() * kTileNumbers;
             if (row == first) {
                 Streamed tiles(p.weight, i * p.panel_tiles(), p.panel_tiles(), own, p.panel_tiles() / 2);
-                multiply<true>(p, x, tiles, sums);
+                multiply(p, x, rows, tiles, sums);
             } else {
                 Unpacked tiles = {own};
-                if (rows > kTile)
-                    multiply<true>(p, x, tiles, sums);
-                else
-                    multiply<false>(p, x, tiles, sums);
+                multiply(p, x, rows, tiles, sums);
             }
             store_sums(p, sums, row, rows, i * kPanel);
         }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PANEL = 32  # outputs of two tiles side by side, and inputs of one
 TILE_LINES = 16  # a tile: 16 pairs of inputs, each for 16 outputs
 GROUP_BYTES = 64  # of a tile, which one vector holds
 LOW_BYTES, HALF_BYTES = 512, 256
@@ -33,17 +34,22 @@ class TiledWeight:
     in_size: int
 
 
+def fits_tiles(weight: Tensor) -> bool:
+    """Whether a weight [out, in] can be laid out."""
+    return weight.dtype == torch.bfloat16 and all(size % PANEL == 0 for size in weight.shape)
+
+
 def lay_out(weight: Tensor) -> TiledWeight:
     """A plain weight [out, in] in tiles; the numbers are the same to the last bit."""
     out_size, in_size = weight.shape
     # Pairs of numbers. A vector holds 8 numbers of a line and of the next in turn, as vectors are interleaved.
-    pairs = weight.contiguous().view(torch.int32).view(out_size // 32, 2, 4, 4, in_size // 32, TILE_LINES // 2, 2)
+    pairs = weight.contiguous().view(torch.int32).view(out_size // PANEL, 2, 4, 4, in_size // PANEL, TILE_LINES // 2, 2)
     tiles = pairs.permute(0, 4, 1, 5, 2, 6, 3)
-    num_panels, per_panel = out_size // 32, in_size // 32 * 2
+    num_panels, per_panel = out_size // PANEL, in_size // PANEL * 2
     step = max(1, AT_ONCE // per_panel)
     first_slot = -(-num_panels * per_panel // GROUP_BYTES) * GROUP_BYTES
     used = first_slot + num_panels * per_panel * SLOT_BYTES
-    num_raw = sum(_num_raw(weight[row : row + 32 * step]) for row in range(0, out_size, 32 * step))
+    num_raw = sum(_num_raw(weight[row : row + PANEL * step]) for row in range(0, out_size, PANEL * step))
     data = torch.zeros(used + num_raw * LOW_BYTES, dtype=torch.uint8)
     slots = data[first_slot:used].view(-1, SLOT_BYTES)
     for panel in range(0, num_panels, step):
@@ -57,7 +63,9 @@ def lay_out(weight: Tensor) -> TiledWeight:
 
 def _num_raw(weight: Tensor) -> int:
     """How many tiles of some panels [out, in] do not fit into slots."""
-    exponents = ((weight.contiguous().view(torch.int16) >> 8) & 0x7F).view(-1, TILE_LINES, weight.shape[1] // 32, 32)
+    exponents = ((weight.contiguous().view(torch.int16) >> 8) & 0x7F).view(
+        -1, TILE_LINES, weight.shape[1] // PANEL, PANEL
+    )
     return int(((exponents.amax((1, 3)) - exponents.amin((1, 3))) >= NUM_EXPONENTS).sum())
 
 
