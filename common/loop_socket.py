@@ -30,9 +30,15 @@ class LoopSocket(zmq.Socket[bytes]):
 
     def send_at_once(self, frames: list[Any]) -> None:
         """Hand a message to ZMQ's own thread, large frames without a copy, or raise ZMQError."""
-        self.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
-        if self._waiter is not None:
-            self._wake_if_readable()  # sending may have taken the signal that a message is there
+        try:
+            self.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            # For a millisecond after it last looked, sending does not see that a connection stands or has room again.
+            self._wake_if_readable()  # looks
+            self.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        finally:
+            if self._waiter is not None:
+                self._wake_if_readable()  # sending may have taken the signal that a message is there
 
     async def receive(self) -> list[zmq.Frame]:
         """The frames of the next message, not copied. Gives way to other tasks while messages come and come."""

@@ -1,8 +1,10 @@
 """A ZMQ socket on the event loop: no message is missed, and nothing of it stays behind in the loop."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import zmq
@@ -71,6 +73,20 @@ async def test_a_message_that_comes_while_this_socket_sends_is_not_missed(
         ours.send_at_once([b"answer"])
         assert await task == [b"question"]
         assert peer.recv() == b"answer"
+
+
+def test_a_send_goes_through_as_soon_as_a_connection_stands(context: zmq.asyncio.Context, ours: LoopSocket) -> None:
+    late = LoopSocket.of(context, zmq.DEALER)
+    late.immediate = 1
+    monitor: object = late.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    events = zmq.Socket.shadow(cast("zmq.asyncio.Socket", monitor).underlying)  # one that waits
+    late.connect(ours.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+    while not events.poll(0):
+        with contextlib.suppress(zmq.Again):
+            late.send_at_once([b"early"])  # from now on ZMQ would not look for a millisecond
+    late.send_at_once([b"here"])
+    assert ours.poll(TIME_S * 1000)
+    assert ours.recv() in {b"early", b"here"}
 
 
 async def test_whoever_gives_up_waiting_takes_no_message_along(ours: LoopSocket, peer: "zmq.Socket[bytes]") -> None:
