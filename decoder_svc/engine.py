@@ -68,6 +68,7 @@ class Engine:
         The last block of the cache belongs to the `graphs`, if there are any.
         """
         self._model = model
+        self._kv_cache = kv_cache
         self._overlaps = overlaps_steps
         self._ahead: Step | None = None  # launched and sampled, and not read yet
         self._read_at = 0.0  # when the last step was
@@ -147,6 +148,7 @@ class Engine:
         if not self.has_sequences:
             if not self._is_checked:  # it takes a while with many blocks
                 self.blocks.check()
+                self._metrics.looked_at_tiles(*self._kv_cache.count_tiles())
                 self._is_checked = True
             self._metrics.checked(embedding_bytes=self.pool.needed_bytes, needs=len(self._media.wanted))
         self._metrics.look_at_device(time.monotonic())

@@ -35,6 +35,9 @@ KV_EVICTIONS = Counter("tandem_decoder_kv_evictions_total", "KV blocks whose kep
 PREFILL_RATE = Gauge("tandem_decoder_prefill_tokens_per_second", "Tokens of prompts a second, in steps full of them")
 BACKLOG_SECONDS = Gauge("tandem_decoder_backlog_seconds", "Time that prompts which are not computed yet will take")
 IDLE_SHARE = Gauge("tandem_decoder_device_idle_share", "Share of the last seconds in which no step ran on the device")
+KV_TILES = Gauge(
+    "tandem_decoder_kv_tiles", "Tiles of full KV blocks by how they are kept, as an idle decoder found them", ["kept"]
+)
 LEAKED = Gauge("tandem_decoder_leaked", "What an idle decoder still holds and should not", ["kind"])
 
 # Looked up once: finding a label's child takes as long as counting.
@@ -105,6 +108,11 @@ class EngineMetrics:
         LEAKED.labels("kv_blocks").set(self._blocks.num_used)
         LEAKED.labels("embedding_bytes").set(embedding_bytes)
         LEAKED.labels("embedding_needs").set(needs)
+
+    def looked_at_tiles(self, num_compressed: int, num_whole: int) -> None:
+        """An idle engine counted how its full blocks are kept."""
+        KV_TILES.labels("compressed").set(num_compressed)
+        KV_TILES.labels("whole").set(num_whole)
 
     def _advance(self, counter: Counter, name: str, value: int) -> None:
         if advance := value - self._counted.get(name, 0):

@@ -17,11 +17,14 @@ _RESULTS = {
     "tandem_attend_prefill_amx": _INT,
     "tandem_run_layers": _INT,
     "tandem_layers_scratch": _SIZE,
+    "tandem_max_compressed_block": _SIZE,
 }
 _SIGNATURES = {
     "tandem_linear_amx": [*[_POINTER] * 4, *[_SIZE] * 3, _INT],
-    "tandem_attend_decode_amx": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
-    "tandem_attend_prefill_amx": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
+    "tandem_max_compressed_block": [],
+    "tandem_store_heads_compressed": [*[_POINTER] * 9, *[_SIZE] * 5, ctypes.c_float, _INT],
+    "tandem_attend_decode_amx": [*[_POINTER] * 5, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
+    "tandem_attend_prefill_amx": [*[_POINTER] * 5, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
     "tandem_layers_scratch": [_POINTER, _SIZE],
     "tandem_run_layers": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER],
 }

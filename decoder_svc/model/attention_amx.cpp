@@ -1,18 +1,17 @@
-// Attention of single tokens over the paged cache in bfloat16, for processors with AMX: scores by tiles, straight from
-// the blocks, values by vectors. Memory bounds it, so nothing is copied or read twice, and what comes next, also of
-// another head or sequence, is fetched meanwhile.
+// Attention of single tokens over the paged cache in bfloat16, for processors with AMX: scores by tiles, values by
+// vectors, straight from the blocks, which may be compressed. Memory bounds it, so nothing is read twice, and what comes
+// next, also of another head or sequence, is fetched meanwhile.
 //
 // Optional: `kernels.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
 // torch: pointers and sizes only, all checked by the caller. Scores, weights and sums are in float32. What a block
 // holds beyond its sequence's context is never used. NaN stays NaN.
 
-#include "amx.h"
 #include "kernels.h"
+#include "kv_blocks_amx.h"
 
 #ifdef TANDEM_AMX
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 using namespace tandem;
 
@@ -22,15 +21,16 @@ constexpr int kMaxGroup = 16;   // query heads of one KV head
 constexpr int64_t kChunk = 128;  // tokens, at most, whose scores are turned into weights together
 constexpr int kEarly = 2;        // tiles of the next chunk's keys that are asked for between scores and values
 
-// Some tokens of one KV head: where the keys of each 16 lie, whose values lie behind all keys of their block.
+// Some tokens of one KV head: the keys of each 16, and their values.
+template <int DIM>
 struct Chunk {
-    const bf16 *keys[kChunk / kTile];
+    KvTile<DIM> keys[kChunk / kTile], values[kChunk / kTile];
     int64_t count = 0;
 };
 
-// Strides in numbers; `heads` are the group's, up to the next power of two.
+// `tiles` are those of a block; `heads` are the group's, up to the next power of two.
 struct Shape {
-    int64_t block_size, block_stride;
+    int64_t block_size, tiles;
     int group, heads;
     float scale;  // of scores, for powers of two
 };
@@ -41,13 +41,8 @@ struct Work {
     alignas(64) float scores[kChunk * kMaxGroup];
     alignas(64) float sums[kMaxGroup * DIM];
     alignas(64) float rescale[kTile];
+    alignas(64) bf16 rooms[2][kTile * DIM];  // for what is compressed, in turns
 };
-
-// The cache is far larger than what the core holds, and blocks lie anywhere in it: asks for 16 keys or values.
-template <int DIM>
-AMX inline void fetch(const bf16 *from) {
-    for (int i = 0; i < kTile * DIM; i += kDepth) _mm_prefetch(reinterpret_cast<const char *>(from + i), _MM_HINT_T1);
-}
 
 // 2^x for x <= 0, to 3e-6 of it; below -126 it is 0, as numbers that are not normal are; NaN stays.
 AMX inline __m512 power_of_two(__m512 x) {
@@ -107,12 +102,12 @@ AMX inline void score(const bf16 *keys, float *scores, const Shape &s) {
 // Scores of `count` tokens to weights, in their place, relative to the largest so far; what was summed up is scaled to it.
 // Vectors hold 16 / heads tokens, token by token. Meanwhile memory is not left idle.
 template <int DIM>
-AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, const Chunk &next, __m512 &high, __m512 &total) {
+AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, const Chunk<DIM> &next, __m512 &high, __m512 &total) {
     const int64_t numbers = (count * s.heads + kTile - 1) / kTile * kTile;
     for (int64_t i = count * s.heads; i < numbers; ++i) w.scores[i] = -INFINITY;
     const __m512 scale = _mm512_set1_ps(s.scale);
     __m512 most = high;
-    if (0 < next.count) fetch<DIM>(next.keys[0]);
+    if (0 < next.count) next.keys[0].fetch();
     // Of a NaN and another the second operand is taken: a NaN among the scores is left out here, the weights carry it.
     for (int64_t i = 0; i < numbers; i += kTile)
         most = _mm512_max_ps(_mm512_mul_ps(_mm512_load_ps(w.scores + i), scale), most);
@@ -121,7 +116,7 @@ AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, const Chunk &
     _mm512_store_ps(w.rescale, rescale);
     total = _mm512_mul_ps(total, rescale);
     high = most;
-    if (kTile < next.count) fetch<DIM>(next.keys[1]);
+    if (kTile < next.count) next.keys[1].fetch();
     for (int64_t i = 0; i < numbers; i += kTile) {
         const __m512 weights = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(w.scores + i), scale, most));
         total = _mm512_add_ps(total, weights);
@@ -129,10 +124,23 @@ AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, const Chunk &
     }
 }
 
+// Adds 32 numbers of a value, weighted, to the sums of HEADS heads: the 16 even ones, which are a vector's lower halves,
+// and the 16 odd ones.
+template <int HEADS, int SUMS>
+AMX inline void add_weighted(__m512i numbers, const float *weights, int part, __m512 (&sums)[HEADS][SUMS]) {
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16));
+    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(numbers, _mm512_set1_epi32((int)0xffff0000)));
+UNROLLED
+    for (int h = 0; h < HEADS; ++h) {
+        const __m512 weight = _mm512_set1_ps(weights[h]);
+        sums[h][2 * part] = _mm512_fmadd_ps(even, weight, sums[h][2 * part]);
+        sums[h][2 * part + 1] = _mm512_fmadd_ps(odd, weight, sums[h][2 * part + 1]);
+    }
+}
+
 // Adds the weighted values of a chunk to the sums of HEADS heads from `first`, and asks for the next chunk's other keys.
-// Each 32 numbers of a head lie as the 16 even ones, which are a vector's lower halves, and the 16 odd ones.
 template <int DIM, int HEADS>
-AMX inline void mix(const Chunk &chunk, const Chunk &next, const Shape &s, Work<DIM> &w, int first) {
+AMX inline void mix(const Chunk<DIM> &chunk, const Chunk<DIM> &next, const Shape &s, Work<DIM> &w, int first) {
     constexpr int kParts = DIM / kDepth;
     __m512 sums[HEADS][2 * kParts];
 UNROLLED
@@ -142,25 +150,27 @@ UNROLLED
             sums[h][i] = _mm512_mul_ps(_mm512_load_ps(w.sums + (first + h) * DIM + i * kTile),
                                        _mm512_set1_ps(w.rescale[first + h]));
     const float *weights = w.scores + first;
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
     for (int tile = 0; tile * kTile < chunk.count; ++tile) {
-        if (first == 0 && tile >= kEarly && tile * kTile < next.count) fetch<DIM>(next.keys[tile]);
-        const bf16 *values = chunk.keys[tile] + s.block_size * DIM;
+        const bool is_ahead = first == 0 && tile >= kEarly && tile * kTile < next.count;
+        const KvTile<DIM> &values = chunk.values[tile];
         const int64_t tokens = std::min<int64_t>(kTile, chunk.count - tile * kTile);
-        for (int64_t t = 0; t < tokens; ++t, values += DIM, weights += s.heads) {
+        if (values.is_regular() && tokens == kTile) {
+            const __m512i uppers = uppers_from(values.base);
+            for (int part = 0; part < values.kParts; ++part) {
+                __m512i lines[4];
+                values.read(part, uppers, lines);
+                if (is_ahead) next.keys[tile].fetch(part);
 UNROLLED
-            for (int i = 0; i < kParts; ++i) {
-                const __m512i both = _mm512_loadu_si512(values + i * kDepth);
-                const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-                const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
-UNROLLED
-                for (int h = 0; h < HEADS; ++h) {
-                    const __m512 weight = _mm512_set1_ps(weights[h]);
-                    sums[h][2 * i] = _mm512_fmadd_ps(even, weight, sums[h][2 * i]);
-                    sums[h][2 * i + 1] = _mm512_fmadd_ps(odd, weight, sums[h][2 * i + 1]);
-                }
+                for (int i = 0; i < 4; ++i)
+                    add_weighted(lines[i], weights + i / kParts * s.heads, i % kParts, sums);
+                weights += 4 / kParts * s.heads;
             }
+            continue;
         }
+        const bf16 *numbers = values.plain(w.rooms[0], is_ahead ? next.keys[tile] : values);
+        for (int64_t t = 0; t < tokens; ++t, numbers += DIM, weights += s.heads)
+UNROLLED
+            for (int i = 0; i < kParts; ++i) add_weighted(_mm512_loadu_si512(numbers + i * kDepth), weights, i, sums);
     }
 UNROLLED
     for (int h = 0; h < HEADS; ++h)
@@ -198,7 +208,8 @@ AMX void configure_tiles(int heads) {
 }
 
 struct Step {
-    const bf16 *q, *pool;
+    const bf16 *q;
+    const uint8_t *pool, *bases;
     bf16 *out;
     const int32_t *tables, *contexts;
     int64_t table_width, num_heads, num_kv_heads;
@@ -213,18 +224,20 @@ struct Chunks {
     int64_t item, end, start = 0;
 
     // The next chunk, about as long as the others of its sequence; without tokens behind the last one.
-    AMX Chunk next() {
-        Chunk chunk;
+    AMX Chunk<DIM> next() {
+        Chunk<DIM> chunk;
         if (item == end) return chunk;
         const Shape &s = step.shape;
         const int64_t sequence = step.sequences[item / step.num_kv_heads], context = step.contexts[sequence];
         const int32_t *table = step.tables + sequence * step.table_width;
-        const bf16 *pool = step.pool + item % step.num_kv_heads * 2 * s.block_size * DIM;
+        const int64_t of_kind = s.block_size / kTile, first = item % step.num_kv_heads * 2 * of_kind;
         const int64_t parts = (context + kChunk - 1) / kChunk * kTile;
         chunk.count = std::min((context + parts - 1) / parts * kTile, context - start);
         int64_t block = start / s.block_size, offset = start % s.block_size;
         for (int tile = 0; tile * kTile < chunk.count; ++tile) {
-            chunk.keys[tile] = pool + table[block] * s.block_stride + offset * DIM;
+            const int64_t i = first + offset / kTile;
+            chunk.keys[tile] = KvTile<DIM>::of(step.pool, step.bases, table[block], i, s.tiles);
+            chunk.values[tile] = KvTile<DIM>::of(step.pool, step.bases, table[block], i + of_kind, s.tiles);
             if ((offset += kTile) == s.block_size) ++block, offset = 0;
         }
         start += chunk.count;
@@ -235,7 +248,7 @@ struct Chunks {
 
 // All query heads of one KV head of one sequence, whose first chunk `chunk` is; leaves the next one's there.
 template <int DIM>
-AMX void attend_head(const Step &step, int64_t item, Chunks<DIM> &chunks, Chunk &chunk, Work<DIM> &w) {
+AMX void attend_head(const Step &step, int64_t item, Chunks<DIM> &chunks, Chunk<DIM> &chunk, Work<DIM> &w) {
     const Shape &s = step.shape;
     const int64_t i = item / step.num_kv_heads, k = item % step.num_kv_heads;
     const int64_t at = (step.rows[i] * step.num_heads + k * s.group) * DIM;
@@ -245,10 +258,10 @@ AMX void attend_head(const Step &step, int64_t item, Chunks<DIM> &chunks, Chunk 
     __m512 high = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
     int64_t left = step.contexts[step.sequences[i]];
     while (left > 0) {
-        const Chunk next = chunks.next();
+        const Chunk<DIM> next = chunks.next();
         for (int tile = 0; tile * kTile < chunk.count; ++tile) {
-            fetch<DIM>(chunk.keys[tile] + s.block_size * DIM);
-            score<DIM>(chunk.keys[tile], w.scores + tile * kTile * s.heads, s);
+            const bf16 *keys = chunk.keys[tile].plain(w.rooms[tile % 2], chunk.values[tile]);
+            score<DIM>(keys, w.scores + tile * kTile * s.heads, s);
         }
         weigh<DIM>(w, s, chunk.count, next, high, total);
         constexpr int kOnce = DIM > 2 * kDepth ? 2 : 4;  // heads whose sums fit into registers
@@ -265,7 +278,7 @@ AMX void attend_head(const Step &step, int64_t item, Chunks<DIM> &chunks, Chunk 
 template <int DIM>
 AMX void attend_items(const Step &step, int64_t item, int64_t end, Work<DIM> &work) {
     Chunks<DIM> chunks = {step, item, end};
-    Chunk chunk = chunks.next();
+    Chunk<DIM> chunk = chunks.next();
     for (; item < end; ++item) attend_head<DIM>(step, item, chunks, chunk, work);
 }
 
@@ -301,17 +314,17 @@ void attend_all(const Step &step, int64_t count, int threads) {
 }  // namespace
 
 // As `tandem_attend_decode` of `kernels.cpp`, in bfloat16 alone: heads of 64 or 128 numbers, blocks of a multiple of 16
-// tokens, at most 16 query heads for a KV head, contexts of a token or more.
-extern "C" void tandem_attend_decode_amx(const void *q, const void *pool, void *out, const int32_t *tables,
-                                         int64_t table_width, const int32_t *contexts, const int64_t *sequences,
+// tokens, at most 16 query heads for a KV head, contexts of a token or more. With `bases`, full blocks are compressed.
+extern "C" void tandem_attend_decode_amx(const void *q, const void *pool, const uint8_t *bases, void *out,
+                                         const int32_t *tables, int64_t table_width, const int32_t *contexts, const int64_t *sequences,
                                          const int64_t *rows, int64_t count, int64_t num_heads, int64_t num_kv_heads,
                                          int64_t dim, int64_t block_size, int threads) {
     const int group = (int)(num_heads / num_kv_heads);
     int heads = 1;
     while (heads < group) heads *= 2;
-    const Shape shape = {block_size, num_kv_heads * 2 * block_size * dim, group, heads,
+    const Shape shape = {block_size, num_kv_heads * 2 * block_size / kTile, group, heads,
                          1.44269504f / std::sqrt((float)dim)};
-    const Step step = {static_cast<const bf16 *>(q), static_cast<const bf16 *>(pool), static_cast<bf16 *>(out),
+    const Step step = {static_cast<const bf16 *>(q), static_cast<const uint8_t *>(pool), bases, static_cast<bf16 *>(out),
                        tables, contexts, table_width, num_heads, num_kv_heads, sequences, rows, shape};
     if (dim == 64)
         attend_all<64>(step, count, threads);

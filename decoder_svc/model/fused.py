@@ -50,10 +50,10 @@ class _Step(ctypes.Structure):
     """`TandemStep` of `layers_amx.cpp`."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("hidden", "normed", "scratch", "pool", "cos", "sin", "slots")),
+        *((name, _POINTER) for name in ("hidden", "normed", "scratch", "pool", "bases", "cos", "sin", "slots")),
         *((name, _POINTER) for name in ("tables", "contexts", "starts", "decoding", "decoding_rows", "prefilling")),
         *((name, _SIZE) for name in ("rows", "num_decoding", "num_prefilling")),
-        *((name, _SIZE) for name in ("table_width", "pool_stride", "threads")),
+        *((name, _SIZE) for name in ("table_width", "pool_stride", "bases_stride", "threads")),
     )
 
 
@@ -113,6 +113,7 @@ class FusedLayers:
             normed=normed.data_ptr(),
             scratch=self._scratch_of(hidden.shape[0]).data_ptr(),
             pool=cache.pool.data_ptr(),
+            bases=None if cache.bases is None else cache.bases.data_ptr(),
             cos=step.cos.data_ptr(),
             sin=step.sin.data_ptr(),
             slots=step.slot_mapping.data_ptr(),
@@ -127,6 +128,7 @@ class FusedLayers:
             num_prefilling=plan.prefilling.shape[0],
             table_width=plan.block_tables.shape[1],
             pool_stride=cache.pool.stride(0) * cache.pool.itemsize,
+            bases_stride=0 if cache.bases is None else cache.bases.stride(0),
             threads=torch.get_num_threads(),
         )
 
@@ -142,6 +144,8 @@ class FusedLayers:
         if failed:
             raise MemoryError("no memory for what a step of the layers needs")
         arguments.pool += count * arguments.pool_stride
+        if arguments.bases is not None:
+            arguments.bases += count * arguments.bases_stride
 
     def _scratch_of(self, rows: int) -> Tensor:
         """Room for the intermediate results of so many rows, kept from step to step."""

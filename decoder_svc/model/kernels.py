@@ -192,8 +192,7 @@ class NativeKernels:
         if heads.head_dim % (2 * LANES) or not (fits and is_dense):
             return self._torch.store_heads(qkv, heads, cos, sin, slots, cache, layer)
         q = qkv.new_empty(qkv.shape[0], heads.num_heads, heads.head_dim)
-        self._library.tandem_store_heads(
-            qkv.dtype == torch.bfloat16,
+        arguments = (
             qkv.data_ptr(),
             heads.q_norm.data_ptr(),
             heads.k_norm.data_ptr(),
@@ -202,6 +201,8 @@ class NativeKernels:
             slots.data_ptr(),
             q.data_ptr(),
             cache.pool[layer].data_ptr(),
+        )
+        sizes = (
             qkv.shape[0],
             heads.num_heads,
             heads.num_kv_heads,
@@ -210,6 +211,11 @@ class NativeKernels:
             heads.eps,
             torch.get_num_threads(),
         )
+        if cache.bases is None:
+            self._library.tandem_store_heads(qkv.dtype == torch.bfloat16, *arguments, *sizes)
+        else:
+            assert self._amx is not None, "a cache is compressed where these kernels are"
+            self._amx.tandem_store_heads_compressed(*arguments, cache.bases[layer].data_ptr(), *sizes)
         return q
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,8 +253,6 @@ class NativeKernels:
         """
         assert q.dtype == out.dtype == cache.pool.dtype, "queries and the cache share a dtype"
         arguments = (
-            q.data_ptr(),
-            cache.pool[layer].data_ptr(),
             out.data_ptr(),
             tables.data_ptr(),
             tables.shape[1],
@@ -263,9 +267,21 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         if self._amx is not None and fits_amx(cache) and q.shape[1] <= AMX_MAX_GROUP * cache.num_kv_heads:
-            self._amx.tandem_attend_decode_amx(*arguments)
+            self._amx.tandem_attend_decode_amx(q.data_ptr(), *_where(cache, layer), *arguments)
         else:
-            self._library.tandem_attend_decode(q.dtype == torch.bfloat16, *arguments)
+            assert cache.bases is None, "these kernels read plain blocks"
+            pool = cache.pool[layer].data_ptr()
+            self._library.tandem_attend_decode(q.dtype == torch.bfloat16, q.data_ptr(), pool, *arguments)
+
+    def can_compress(
+        self, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> bool:
+        """Whether the kernels write and read compressed blocks of such a cache, for queries of its dtype."""
+        if self._amx is None or not _fits_amx(dtype, head_dim, block_size):
+            return False
+        block_bytes = 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
+        fits: bool = block_bytes <= self._amx.tandem_max_compressed_block()
+        return fits and num_heads <= AMX_MAX_GROUP * num_kv_heads
 
     def can_attend_prefill(self, cache: KVCache) -> bool:
         """Whether `attend_prefill` takes a cache's dtype and sizes."""
@@ -285,7 +301,7 @@ class NativeKernels:
         assert q.dtype == out.dtype == cache.pool.dtype, "queries and the cache share a dtype"
         failed = self._amx.tandem_attend_prefill_amx(
             q.data_ptr(),
-            cache.pool[layer].data_ptr(),
+            *_where(cache, layer),
             out.data_ptr(),
             tables.data_ptr(),
             tables.shape[1],
@@ -305,7 +321,16 @@ class NativeKernels:
 
 def fits_amx(cache: KVCache) -> bool:
     """Whether the kernels for processors with AMX take a cache's dtype and sizes."""
-    return cache.pool.dtype == torch.bfloat16 and cache.head_dim in AMX_HEAD_DIMS and cache.block_size % AMX_TOKENS == 0
+    return _fits_amx(cache.pool.dtype, cache.head_dim, cache.block_size)
+
+
+def _fits_amx(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
+    return dtype == torch.bfloat16 and head_dim in AMX_HEAD_DIMS and block_size % AMX_TOKENS == 0
+
+
+def _where(cache: KVCache, layer: int) -> tuple[int, int | None]:
+    """A layer's blocks, and how they are kept."""
+    return cache.pool[layer].data_ptr(), None if cache.bases is None else cache.bases[layer].data_ptr()
 
 
 def fits_kernels(size: int, *tensors: Tensor | None) -> bool:

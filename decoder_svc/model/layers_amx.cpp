@@ -35,15 +35,17 @@ struct TandemLayer {
 };
 
 // What a step gives: hidden [rows, hidden] is the residual stream, and normed [rows, hidden] what leaves the last norm.
-// `pool` is the first layer's, and the others' follow at `pool_stride` bytes. Sequences are listed by whether they have
+// `pool` is the first layer's, and the others' follow at `pool_stride` bytes, as do the `bases` of a cache whose full
+// blocks are compressed, which else are null. Sequences are listed by whether they have
 // one new token, whose rows are listed too, or several. `scratch` has room for what is below.
 struct TandemStep {
     void *hidden, *normed, *scratch, *pool;
+    uint8_t *bases;
     const float *cos, *sin;
     const int64_t *slots;
     const int32_t *tables, *contexts, *starts;
     const int64_t *decoding, *decoding_rows, *prefilling;
-    int64_t rows, num_decoding, num_prefilling, table_width, pool_stride, threads;
+    int64_t rows, num_decoding, num_prefilling, table_width, pool_stride, bases_stride, threads;
 };
 
 // Numbers of bfloat16 in the scratch of so many rows.
@@ -67,23 +69,29 @@ int tandem_run_layers(const TandemShape *shape, const TandemLayer *layers, int64
     bf16 *qkv = mixed + t.rows * heads;  // and in its place, later in a layer:
     bf16 *delta = qkv, *gate_up = delta + block * s.hidden, *gated = gate_up + block * 2 * s.inner;
     char *pool = static_cast<char *>(t.pool);
+    uint8_t *bases = t.bases;
     int failed = 0;
     tandem_rms_norm(1, hidden, nullptr, layers[0].input_norm, normed, t.rows, s.hidden, eps, threads);
-    for (int64_t i = 0; i < count; ++i, pool += t.pool_stride) {
+    for (int64_t i = 0; i < count; ++i, pool += t.pool_stride, bases = bases ? bases + t.bases_stride : nullptr) {
         const TandemLayer &w = layers[i];
         for (int64_t row = 0; row < t.rows; row += kBlock) {
             const int64_t rows = std::min(kBlock, t.rows - row);
             failed |= tandem_linear_amx(normed + row * s.hidden, w.qkv, w.qkv_bias, qkv, rows, s.hidden, qkv_size, threads);
-            tandem_store_heads(1, qkv, w.q_norm, w.k_norm, t.cos + row * s.dim / 2, t.sin + row * s.dim / 2,
-                               t.slots + row, q + row * heads, pool, rows, s.num_heads, s.num_kv_heads, s.dim,
-                               s.block_size, (float)s.heads_eps, threads);
+            const float *cos = t.cos + row * s.dim / 2, *sin = t.sin + row * s.dim / 2;
+            if (bases)
+                tandem_store_heads_compressed(qkv, w.q_norm, w.k_norm, cos, sin, t.slots + row, q + row * heads, pool,
+                                              bases, rows, s.num_heads, s.num_kv_heads, s.dim, s.block_size,
+                                              (float)s.heads_eps, threads);
+            else
+                tandem_store_heads(1, qkv, w.q_norm, w.k_norm, cos, sin, t.slots + row, q + row * heads, pool, rows,
+                                   s.num_heads, s.num_kv_heads, s.dim, s.block_size, (float)s.heads_eps, threads);
         }
         if (t.num_prefilling)
-            failed |= tandem_attend_prefill_amx(q, pool, mixed, t.tables, t.table_width, t.contexts, t.starts,
+            failed |= tandem_attend_prefill_amx(q, pool, bases, mixed, t.tables, t.table_width, t.contexts, t.starts,
                                                 t.prefilling, t.num_prefilling, s.num_heads, s.num_kv_heads, s.dim,
                                                 s.block_size, threads);
         if (t.num_decoding)
-            tandem_attend_decode_amx(q, pool, mixed, t.tables, t.table_width, t.contexts, t.decoding,
+            tandem_attend_decode_amx(q, pool, bases, mixed, t.tables, t.table_width, t.contexts, t.decoding,
                                      t.decoding_rows, t.num_decoding, s.num_heads, s.num_kv_heads, s.dim,
                                      s.block_size, threads);
         const void *next_norm = i + 1 < count ? layers[i + 1].input_norm : last_norm;

@@ -1,12 +1,12 @@
 // Causal attention of several new tokens of a sequence over its paged cache in bfloat16, for processors with AMX: keys
-// are read where they lie, values are transposed once for all queries of a KV head.
+// are read where they lie, or unpacked if compressed, and values transposed, once for all queries of a KV head.
 //
 // Optional: `kernels.py` calls this through ctypes where it was built and the processor has AMX. Knows no Python and no
 // torch: pointers and sizes only, all checked by the caller. What a block holds beyond its sequence's context is never
 // used. NaN stays NaN.
 
-#include "amx.h"
 #include "kernels.h"
+#include "kv_blocks_amx.h"
 
 #ifdef TANDEM_AMX
 #include "../../common/amx_attention.h"
@@ -23,12 +23,13 @@ namespace {
 constexpr int64_t kMinQueries = 256;  // of one part of a KV head's queries, since each part transposes the values
 
 // The new tokens of one sequence with one KV head. `q` and `out` point at its first query head in the first new token,
-// whose rows are `stride` numbers apart; `pool` points at this head in block 0, keys, then values.
+// whose rows are `stride` numbers apart. Of the `tiles` of a block the first of this KV head's is `first_tile`.
 struct Sequence {
-    const bf16 *q, *pool;
+    const bf16 *q;
+    const uint8_t *pool, *bases;
     bf16 *out;
     const int32_t *table;
-    int64_t stride, num_new, context, block_size, block_stride;
+    int64_t stride, num_new, context, block_size, tiles, first_tile;
     int group;
     float scale;  // of scores, for powers of two
 };
@@ -38,11 +39,16 @@ struct Column {
     int64_t token, count, offset;  // of the head's numbers in a token's row
 };
 
+using Numbers = std::unique_ptr<bf16[], decltype(&free)>;
+
 // Where each 16 keys of a sequence lie, and its values in tiles of 16 numbers of 32 keys.
 struct Cached {
     std::unique_ptr<const bf16 *[]> keys;
-    std::unique_ptr<bf16[], decltype(&free)> values{nullptr, &free};
+    Numbers unpacked{nullptr, &free}, values{nullptr, &free};  // keys that were compressed
 };
+
+// Aligned so that a tile's line crosses no line of the cache; null when there is no memory.
+Numbers allocate(int64_t count) { return {static_cast<bf16 *>(aligned_alloc(64, count * sizeof(bf16))), &free}; }
 
 int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -63,9 +69,10 @@ AMX void configure_tiles() {
     config.load();
 }
 
-// Values of 32 keys, tile by tile of a head's numbers; zeros beyond the context, since zero times NaN is NaN.
+// Values of 32 keys, of which each half is 16 rows, tile by tile of a head's numbers; zeros beyond the context, since zero
+// times NaN is NaN.
 template <int DIM>
-AMX void transpose_values(const Sequence &s, const bf16 *const *keys, int64_t first, bf16 *packed) {
+AMX void transpose_values(const Sequence &s, const bf16 *const (&halves)[2], int64_t first, bf16 *packed) {
     for (int start = 0; start < DIM; start += kTile, packed += kTileNumbers) {
         __m512i rows[16];
 UNROLLED
@@ -74,7 +81,7 @@ UNROLLED
 UNROLLED
             for (int i = 0; i < 2; ++i) {
                 const int64_t key = 2 * pair + i;
-                const bf16 *value = keys[key / kTile] + (s.block_size + key % kTile) * DIM + start;
+                const bf16 *value = halves[key / kTile] + key % kTile * DIM + start;
                 const __mmask16 mask = first + key < s.context ? 0xffff : 0;
                 two[i] = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, value));
             }
@@ -89,22 +96,29 @@ UNROLLED
 // Finds the keys of the first `count` tokens, and transposes their values. False when there is no memory.
 template <int DIM>
 AMX bool read_cache(const Sequence &s, int64_t count, Cached &cached) {
-    const int64_t padded = round_up(count, kDepth);
+    const int64_t padded = round_up(count, kDepth), of_kind = s.block_size / kTile;
     cached.keys.reset(new (std::nothrow) const bf16 *[padded / kTile]);
-    // Tiles that cross no line of the cache.
-    cached.values.reset(static_cast<bf16 *>(aligned_alloc(64, padded * DIM * sizeof(bf16))));
-    if (!cached.keys || !cached.values) return false;
+    if (s.bases) cached.unpacked = allocate(padded * DIM);
+    cached.values = allocate(padded * DIM);
+    if (!cached.keys || !cached.values || (s.bases && !cached.unpacked)) return false;
+    alignas(64) bf16 rooms[2][kTile * DIM];
+    const bf16 *values[2];
     int64_t block = 0, offset = 0;
     for (int64_t key = 0; key < padded; key += kTile) {
-        if (key >= count) {  // of the last 32 the second half: read, and not used
+        const int64_t half = key / kTile % 2;
+        if (key < count) {
+            const int64_t i = s.first_tile + offset / kTile;
+            const auto keys = KvTile<DIM>::of(s.pool, s.bases, s.table[block], i, s.tiles);
+            const auto own = KvTile<DIM>::of(s.pool, s.bases, s.table[block], i + of_kind, s.tiles);
+            cached.keys[key / kTile] = keys.plain(s.bases ? cached.unpacked.get() + key * DIM : nullptr, own);
+            values[half] = own.plain(rooms[half], own);
+            if ((offset += kTile) == s.block_size) ++block, offset = 0;
+        } else {  // of the last 32 the second half: read, and not used
             cached.keys[key / kTile] = cached.keys[key / kTile - 1];
-            continue;
+            values[1] = values[0];
         }
-        cached.keys[key / kTile] = s.pool + s.table[block] * s.block_stride + offset * DIM;
-        if ((offset += kTile) == s.block_size) ++block, offset = 0;
+        if (half) transpose_values<DIM>(s, values, key - kTile, cached.values.get() + (key - kTile) * DIM);
     }
-    for (int64_t key = 0; key < padded; key += kDepth)
-        transpose_values<DIM>(s, cached.keys.get() + key / kTile, key, cached.values.get() + key * DIM);
     return true;
 }
 
@@ -193,12 +207,13 @@ AMX bool attend_part(const Sequence &s, int64_t first, int64_t end) {
 
 // For each listed sequence its new tokens over its context, the last of which they are: rows starts[i] to starts[i + 1]
 // of q and out [T, heads, dim], tables + i * table_width its blocks in the pool [blocks, kv_heads, 2, block_size, dim].
-// Heads of 64 or 128 numbers, blocks of a multiple of 16 tokens. 0 when all is well, 1 when there was no memory.
-extern "C" int tandem_attend_prefill_amx(const void *q, const void *pool, void *out, const int32_t *tables,
-                                         int64_t table_width, const int32_t *contexts, const int32_t *starts,
-                                         const int64_t *sequences, int64_t count, int64_t num_heads,
-                                         int64_t num_kv_heads, int64_t dim, int64_t block_size, int threads) {
-    const int64_t group = num_heads / num_kv_heads, unit = 2 * block_size * dim;
+// Heads of 64 or 128 numbers, blocks of a multiple of 16 tokens. With `bases`, full blocks are compressed. 0 when all is well, 1 when there was no memory.
+extern "C" int tandem_attend_prefill_amx(const void *q, const void *pool, const uint8_t *bases, void *out,
+                                         const int32_t *tables, int64_t table_width, const int32_t *contexts,
+                                         const int32_t *starts, const int64_t *sequences, int64_t count,
+                                         int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
+                                         int threads) {
+    const int64_t group = num_heads / num_kv_heads, tiles = 2 * block_size / kTile;
     int failed = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t sequence = sequences[i], num_new = starts[sequence + 1] - starts[sequence];
@@ -211,14 +226,16 @@ extern "C" int tandem_attend_prefill_amx(const void *q, const void *pool, void *
             const int64_t head = item % num_kv_heads, part = parts - 1 - item / num_kv_heads;  // the longest first
             const int64_t at = (starts[sequence] * num_heads + head * group) * dim;
             const Sequence s = {static_cast<const bf16 *>(q) + at,
-                                static_cast<const bf16 *>(pool) + head * unit,
+                                static_cast<const uint8_t *>(pool),
+                                bases,
                                 static_cast<bf16 *>(out) + at,
                                 tables + sequence * table_width,
                                 num_heads * dim,
                                 num_new,
                                 contexts[sequence],
                                 block_size,
-                                num_kv_heads * unit,
+                                num_kv_heads * tiles,
+                                head * tiles,
                                 (int)group,
                                 1.44269504f / std::sqrt((float)dim)};
             const int64_t first = part * size, end = std::min(num_new, first + size);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "amx.h"
+#include "twelve_bits_amx.h"
 
 #ifdef TANDEM_AMX
 #include <cstring>
@@ -26,19 +27,15 @@ struct TiledWeight {
     AMX inline void unpack(int64_t tile, bf16 *out) const {
         const uint8_t *slot = slots + tile * kSlot, base = start[tile];
         if (__builtin_expect(base == kRaw, 0)) return unpack_raw(slot, out);
-        const __m512i half = _mm512_set1_epi8(15);
-        // What half a byte says: a sign, and a distance from the base.
-        const __m128i signs = _mm_set_epi8(-121, -122, -123, -124, -125, -126, -127, -128, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512i uppers = _mm512_add_epi8(_mm512_broadcast_i32x4(signs), _mm512_set1_epi8((char)base));
+        const __m512i uppers = uppers_from(base);
 UNROLLED
         for (int i = 0; i < 4; ++i, out += 4 * kDepth) {
-            const __m512i halves = _mm512_loadu_si512(slot + kLow + 64 * i);
-            interleave(slot + 128 * i, _mm512_shuffle_epi8(uppers, _mm512_and_si512(halves, half)), out);
-            interleave(slot + 128 * i + 64,
-                       _mm512_shuffle_epi8(uppers, _mm512_and_si512(_mm512_srli_epi16(halves, 4), half)),
-                       out + 2 * kDepth);
+            __m512i lines[4];
+            join_halves(slot + 128 * i, slot + kLow + 64 * i, uppers, lines);
+UNROLLED
+            for (int line = 0; line < 4; ++line) _mm512_store_si512(out + line * kDepth, lines[line]);
         }
-        wrote();
+        wrote_tile();
     }
 
     // Asks for what will be read soon after a tile, and the one behind it.
@@ -48,22 +45,16 @@ UNROLLED
     }
 
 private:
-    AMX static inline void interleave(const uint8_t *low, __m512i upper, bf16 *out) {
-        const __m512i lower = _mm512_loadu_si512(low);
-        _mm512_store_si512(out, _mm512_unpacklo_epi8(lower, upper));
-        _mm512_store_si512(out + kDepth, _mm512_unpackhi_epi8(lower, upper));
-    }
-
     AMX __attribute__((noinline)) void unpack_raw(const uint8_t *slot, bf16 *out) const {
         int64_t place;
         memcpy(&place, slot + kLow, sizeof place);
-        for (int i = 0; i < 8; ++i, out += 2 * kDepth)
-            interleave(slot + 64 * i, _mm512_loadu_si512(start + place + 64 * i), out);
-        wrote();
+        for (int i = 0; i < 8; ++i, out += 2 * kDepth) {
+            __m512i lines[2];
+            join(_mm512_loadu_si512(slot + 64 * i), _mm512_loadu_si512(start + place + 64 * i), lines[0], lines[1]);
+            for (int line = 0; line < 2; ++line) _mm512_store_si512(out + line * kDepth, lines[line]);
+        }
+        wrote_tile();
     }
-
-    // GCC 12 does not know that loading a tile reads what was stored here.
-    static inline void wrote() { __asm__ volatile("" : : : "memory"); }
 };
 
 }  // namespace tandem

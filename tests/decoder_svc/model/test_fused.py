@@ -2,40 +2,19 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from decoder_svc.model import fused as module
 from decoder_svc.model.amx import amx_library
 from decoder_svc.model.text import TextModel
-from decoder_svc.model.weights import load_text_model
+from tests.decoder_svc.model.amx_models import HIDDEN, make_model
 from tests.decoder_svc.model.packing import Chunk, PagedRun, Prompt
-from tests.tiny_models import save_checkpoint, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(amx_library() is None, reason="no kernels for AMX, or no processor that has it")
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 5e6,
-        "mrope_section": [12, 10, 10],
-        "mrope_interleaved": True,
-    },
-}
-HIDDEN = SIZES["hidden_size"]
-
-
-def make_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, is_moe: bool = False, **text: Any) -> TextModel:
-    config = tiny_config(is_moe=is_moe, text=SIZES | text, vision={"out_hidden_size": HIDDEN})
-    save_checkpoint(tiny_model(config), folder)
-    return load_text_model(folder, dtype=dtype, device="cpu")
 
 
 def make_prompts(*lengths: int, levels: int | None = None) -> list[Prompt]:
@@ -60,10 +39,12 @@ def both_ways(model: TextModel, prompts: list[Prompt], *steps: list[Chunk]) -> N
     for form in (fused, None):
         model._fused = form
         run = PagedRun(model, prompts, seed=5, block_size=16)
-        results.append(([logits for chunks in steps for logits in run.step(chunks)], run.cache.pool))
+        results.append(([logits for chunks in steps for logits in run.step(chunks)], run.cache))
     model._fused = fused
-    (got, got_pool), (expected, expected_pool) = results
-    assert torch.equal(got_pool, expected_pool)
+    (got, own_cache), (expected, other_cache) = results
+    assert torch.equal(own_cache.pool.view(torch.int16), other_cache.pool.view(torch.int16))  # bits, where compressed
+    assert own_cache.count_tiles() == other_cache.count_tiles()
+    assert torch.equal(cast("Tensor", own_cache.bases), cast("Tensor", other_cache.bases))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
     assert torch.cat(got).isfinite().all()
 
