@@ -1,7 +1,7 @@
 """Two ways to do the same work, timed in turns, and the table and verdict that every benchmark ends with.
 
-Owns the fairness: sides alternate, so that drift of the machine hits both, and medians are taken. Knows nothing of
-what is timed.
+Owns the fairness: sides alternate, so that drift of the machine hits both, and the median of the rounds is taken. Knows
+nothing of what is timed.
 """
 
 import json
@@ -15,15 +15,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each round, of ours and of the peer's."""
+    """Seconds of each round, of ours and of the peer's, which ran one after the other."""
 
     ours: list[float]
     peer: list[float]
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as the peer we are, by the medians."""
-        return statistics.median(self.peer) / statistics.median(self.ours)
+        """How many times as fast as the peer we are: the median of the rounds.
+
+        Each round is compared with itself, since a shared machine may be half as fast in the next one.
+        """
+        return statistics.median(peer / ours for ours, peer in zip(self.ours, self.peer, strict=True))
 
     def row(self, name: str) -> str:
         """One line of the table, with every raw time in milliseconds."""
