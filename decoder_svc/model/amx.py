@@ -22,6 +22,8 @@ _RESULTS = {
 _SIGNATURES = {
     "tandem_linear_amx": [*[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "tandem_max_compressed_block": [],
+    "tandem_rms_norm_amx": [*[_POINTER] * 4, _SIZE, _SIZE, ctypes.c_float, _INT],
+    "tandem_silu_gate_amx": [*[_POINTER] * 2, _SIZE, _SIZE, _INT],
     "tandem_store_heads_compressed": [*[_POINTER] * 9, *[_SIZE] * 5, ctypes.c_float, _INT],
     "tandem_attend_decode_amx": [*[_POINTER] * 5, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],
     "tandem_attend_prefill_amx": [*[_POINTER] * 5, _SIZE, *[_POINTER] * 3, *[_SIZE] * 5, _INT],

@@ -8,10 +8,10 @@
 
 #include "kernels.h"
 #include "kv_blocks_amx.h"
+#include "vectors_amx.h"
 
 #ifdef TANDEM_AMX
 #include <algorithm>
-#include <cmath>
 
 using namespace tandem;
 
@@ -43,20 +43,6 @@ struct Work {
     alignas(64) float rescale[kTile];
     alignas(64) bf16 rooms[2][kTile * DIM];  // for what is compressed, in turns
 };
-
-// 2^x for x <= 0, to 3e-6 of it; below -126 it is 0, as numbers that are not normal are; NaN stays.
-AMX inline __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);  // the second operand is taken when one is NaN
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 rest = _mm512_sub_ps(x, whole);
-    __m512 p = _mm512_set1_ps(1.3333558146e-3f);
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.6181291076e-3f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.5504108665e-2f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.4022650696e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.9314718056e-1f));
-    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, whole);
-}
 
 AMX inline __m512 rotated(__m512 x, int lanes) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -124,17 +110,15 @@ AMX inline void weigh(Work<DIM> &w, const Shape &s, int64_t count, const Chunk<D
     }
 }
 
-// Adds 32 numbers of a value, weighted, to the sums of HEADS heads: the 16 even ones, which are a vector's lower halves,
-// and the 16 odd ones.
+// Adds 32 numbers of a value, weighted, to the sums of HEADS heads, the 16 even and the 16 odd ones.
 template <int HEADS, int SUMS>
 AMX inline void add_weighted(__m512i numbers, const float *weights, int part, __m512 (&sums)[HEADS][SUMS]) {
-    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(numbers, 16));
-    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(numbers, _mm512_set1_epi32((int)0xffff0000)));
+    const Pair value = widen(numbers);
 UNROLLED
     for (int h = 0; h < HEADS; ++h) {
         const __m512 weight = _mm512_set1_ps(weights[h]);
-        sums[h][2 * part] = _mm512_fmadd_ps(even, weight, sums[h][2 * part]);
-        sums[h][2 * part + 1] = _mm512_fmadd_ps(odd, weight, sums[h][2 * part + 1]);
+        sums[h][2 * part] = _mm512_fmadd_ps(value.even, weight, sums[h][2 * part]);
+        sums[h][2 * part + 1] = _mm512_fmadd_ps(value.odd, weight, sums[h][2 * part + 1]);
     }
 }
 
@@ -184,17 +168,12 @@ AMX inline void store_results(const Work<DIM> &w, const Shape &s, __m512 total, 
     for (int by = s.heads; by < kTile; by *= 2) total = _mm512_add_ps(total, rotated(total, by));
     alignas(64) float totals[kTile];
     _mm512_store_ps(totals, total);
-    const __m512i in_turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int h = 0; h < s.group; ++h) {
         const __m512 inverse = _mm512_set1_ps(1.0f / totals[h]);
         for (int i = 0; i < DIM; i += kDepth) {
             const __m512 even = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i), inverse);
             const __m512 odd = _mm512_mul_ps(_mm512_load_ps(w.sums + h * DIM + i + kTile), inverse);
-            const __m512bh rounded = _mm512_cvtne2ps_pbh(odd, even);
-            __m512i raw;
-            memcpy(&raw, &rounded, sizeof raw);
-            _mm512_storeu_si512(out + h * DIM + i, _mm512_permutexvar_epi16(in_turns, raw));
+            _mm512_storeu_si512(out + h * DIM + i, narrow({even, odd}));
         }
     }
 }

@@ -22,6 +22,11 @@ void tandem_attend_decode(int is_half, const void *q, const void *pool, void *ou
                           int64_t count, int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
                           int threads);
 
+void tandem_rms_norm_amx(void *hidden, const void *delta, const void *weight, void *out, int64_t rows, int64_t size,
+                         float eps, int threads);
+
+void tandem_silu_gate_amx(const void *gate_up, void *out, int64_t rows, int64_t size, int threads);
+
 void tandem_store_heads_compressed(const void *qkv, const void *q_weight, const void *k_weight, const float *cos,
                                    const float *sin, const int64_t *slots, void *q_out, void *pool, uint8_t *bases,
                                    int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t dim,

@@ -23,7 +23,7 @@ from decoder_svc.model.amx import amx_library
 
 # Sizes that `kernels.cpp` has room for, and what the kernels for processors with AMX take.
 LANES, MAX_HEAD_DIM = 16, 256
-AMX_HEAD_DIMS, AMX_TOKENS, AMX_MAX_GROUP = (64, 128), 16, 16
+AMX_HEAD_DIMS, AMX_TOKENS, AMX_MAX_GROUP, AMX_PAIRS = (64, 128), 16, 16, 32
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
@@ -161,8 +161,7 @@ class NativeKernels:
         if not fits_kernels(size, hidden, weight, delta):
             return self._torch.rms_norm(hidden, weight, eps, delta)
         out = torch.empty_like(hidden)
-        self._library.tandem_rms_norm(
-            hidden.dtype == torch.bfloat16,
+        arguments = (
             hidden.data_ptr(),
             None if delta is None else delta.data_ptr(),
             weight.data_ptr(),
@@ -172,6 +171,10 @@ class NativeKernels:
             eps,
             torch.get_num_threads(),
         )
+        if self._amx is not None and _fits_pairs(hidden, size):
+            self._amx.tandem_rms_norm_amx(*arguments)
+        else:
+            self._library.tandem_rms_norm(hidden.dtype == torch.bfloat16, *arguments)
         return out
 
     def gate(self, gate_up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
@@ -179,9 +182,11 @@ class NativeKernels:
         if act is not F.silu or not fits_kernels(size, gate_up):
             return self._torch.gate(gate_up, act)
         out = gate_up.new_empty(rows, size)
-        self._library.tandem_silu_gate(
-            gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads()
-        )
+        arguments = (gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
+        if self._amx is not None and _fits_pairs(gate_up, size):
+            self._amx.tandem_silu_gate_amx(*arguments)
+        else:
+            self._library.tandem_silu_gate(gate_up.dtype == torch.bfloat16, *arguments)
         return out
 
     def store_heads(
@@ -326,6 +331,11 @@ def fits_amx(cache: KVCache) -> bool:
 
 def _fits_amx(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
     return dtype == torch.bfloat16 and head_dim in AMX_HEAD_DIMS and block_size % AMX_TOKENS == 0
+
+
+def _fits_pairs(rows: Tensor, size: int) -> bool:
+    """Whether rows of `size` numbers are such as the small kernels for processors with AMX take."""
+    return rows.dtype == torch.bfloat16 and size % AMX_PAIRS == 0
 
 
 def _where(cache: KVCache, layer: int) -> tuple[int, int | None]:

@@ -71,7 +71,7 @@ int tandem_run_layers(const TandemShape *shape, const TandemLayer *layers, int64
     char *pool = static_cast<char *>(t.pool);
     uint8_t *bases = t.bases;
     int failed = 0;
-    tandem_rms_norm(1, hidden, nullptr, layers[0].input_norm, normed, t.rows, s.hidden, eps, threads);
+    tandem_rms_norm_amx(hidden, nullptr, layers[0].input_norm, normed, t.rows, s.hidden, eps, threads);
     for (int64_t i = 0; i < count; ++i, pool += t.pool_stride, bases = bases ? bases + t.bases_stride : nullptr) {
         const TandemLayer &w = layers[i];
         for (int64_t row = 0; row < t.rows; row += kBlock) {
@@ -99,11 +99,11 @@ int tandem_run_layers(const TandemShape *shape, const TandemLayer *layers, int64
             const int64_t rows = std::min(kBlock, t.rows - row);
             bf16 *own = hidden + row * s.hidden, *own_normed = normed + row * s.hidden;
             failed |= tandem_linear_amx(mixed + row * heads, w.o, w.o_bias, delta, rows, heads, s.hidden, threads);
-            tandem_rms_norm(1, own, delta, w.post_norm, own_normed, rows, s.hidden, eps, threads);
+            tandem_rms_norm_amx(own, delta, w.post_norm, own_normed, rows, s.hidden, eps, threads);
             failed |= tandem_linear_amx(own_normed, w.gate_up, nullptr, gate_up, rows, s.hidden, 2 * s.inner, threads);
-            tandem_silu_gate(1, gate_up, gated, rows, s.inner, threads);
+            tandem_silu_gate_amx(gate_up, gated, rows, s.inner, threads);
             failed |= tandem_linear_amx(gated, w.down, nullptr, delta, rows, s.inner, s.hidden, threads);
-            tandem_rms_norm(1, own, delta, next_norm, own_normed, rows, s.hidden, eps, threads);
+            tandem_rms_norm_amx(own, delta, next_norm, own_normed, rows, s.hidden, eps, threads);
         }
     }
     return failed;

@@ -56,7 +56,7 @@ def test_norms_agree_and_take_the_residual_in(dtype: torch.dtype, size: int) -> 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_activations_agree_from_end_to_end_of_the_range(dtype: torch.dtype) -> None:
-    gate = torch.cat([torch.linspace(-100, 100, 61), torch.tensor([0.0, math.inf, -1e30])])
+    gate = torch.cat([torch.linspace(-100, 100, 60), torch.tensor([0.0, math.inf, -1e30, -3e38])])
     gate_up = torch.cat([gate, torch.full_like(gate, 0.5)])[None].to(dtype)
     got = native().gate(gate_up, F.silu)
     torch.testing.assert_close(got, TorchKernels().gate(gate_up, F.silu), **tolerance(dtype))
@@ -105,8 +105,13 @@ def test_rounding_to_bfloat16_is_to_nearest_even() -> None:
     hidden = torch.cat([1 + torch.arange(14) * 2**-7, torch.tensor([3.38e38, 1e-40])])[None].to(torch.bfloat16)
     delta = torch.cat([torch.full((14,), 2**-8), torch.tensor([3.38e38, 1e-40])])[None].to(torch.bfloat16)
     expected = hidden + delta
+    twice = hidden[:, :15].repeat(1, 3)[:, :32]  # as many as the kernels for AMX take at once, none too small for them
     native().rms_norm(hidden, torch.ones(16, dtype=torch.bfloat16), 1e-6, delta)
     assert torch.equal(hidden, expected)
+    native().rms_norm(
+        twice, torch.ones(32, dtype=torch.bfloat16), 1e-6, delta[:, :15].repeat(1, 3)[:, :32].contiguous()
+    )
+    assert torch.equal(twice, expected[:, :15].repeat(1, 3)[:, :32])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
