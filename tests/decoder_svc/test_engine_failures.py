@@ -30,7 +30,7 @@ class FailingModel(torch.nn.Module):
         self.inner = model
         self.bad_token = bad_token
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
-        self.ranks, self.kernels = model.ranks, model.kernels
+        self.ranks, self.kernels, self.attention = model.ranks, model.kernels, model.attention
 
     def forward(self, model_input: object, kv_cache: object) -> Tensor:
         if self.bad_token in model_input.input_ids.tolist():  # type: ignore[attr-defined]

@@ -174,7 +174,7 @@ class WaitingModel(torch.nn.Module):
         super().__init__()
         self.inner, self.masks_are_there = model, masks_are_there
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
-        self.kernels = model.kernels
+        self.kernels, self.attention = model.kernels, model.attention
         self.num_waits = 0
 
     def forward(self, model_input: object, kv_cache: object) -> object:
