@@ -54,7 +54,7 @@ struct Bytes {
                 if (found.count == Exceptions::kMost) return false;
                 // `split` takes 8 numbers of the first 32 and of the second in turn.
                 const int byte = __builtin_ctzll(below), place = 64 * i + byte / 16 * 8 + byte % 8 + (byte & 8) * 4;
-                found.numbers[found.count++] = {(uint16_t)place, (uint8_t)(numbers[place] >> 8)};
+                found.numbers[found.count++] = {(uint16_t)place, (uint16_t)(numbers[place] >> 8)};
             }
         }
         return true;

@@ -26,10 +26,9 @@ constexpr uint8_t kPatched = 128;  // added to the base of a compressed tile tha
 struct alignas(64) Exceptions {
     static constexpr int kMost = 15;
     struct {
-        uint16_t place;
-        uint8_t upper;
-    } numbers[kMost];
-    uint16_t count = 0;
+        uint16_t place, upper;
+    } numbers[kMost] = {};
+    uint32_t count = 0;
 };
 
 template <int DIM>
@@ -97,7 +96,7 @@ private:
     void patch(bf16 *room) const {
         Exceptions exceptions;
         memcpy(&exceptions, rest, sizeof exceptions);
-        for (int i = 0; i < exceptions.count; ++i) {
+        for (uint32_t i = 0; i < exceptions.count; ++i) {
             bf16 &number = room[exceptions.numbers[i].place];
             number = (bf16)(exceptions.numbers[i].upper << 8 | (number & 255));
         }
